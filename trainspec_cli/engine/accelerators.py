@@ -1,8 +1,8 @@
 """The kinds of devices that the engine runs on, and the device operations that it needs, for any vendor.
 
 torch.accelerator, torch.Event and torch.Stream support all vendors' chips; on CUDA they make the same calls as
-torch.cuda (checked in torch 2.11 to 2.13). Everything else, such as a device's name and its random numbers, comes from
-the device's module (`torch.get_device_module`). Features that only CUDA has are in `cuda_only.py`.
+torch.cuda (checked in torch 2.11 to 2.13). Everything else, such as a device's name and its random number generator,
+comes from the device's module (`torch.get_device_module`). Features that only CUDA has are in `cuda_only.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DeviceKind:
     collectives: str
     """The process-group backend for tensors on such devices."""
     is_numbered: bool = True
-    """Whether torch numbers the devices. False if a machine never has more than one of this kind."""
+    """Whether torch gives these devices an index. False if a machine never has more than one of this kind."""
     capturable: bool = True
     """True if torch's optimizers can keep their update count on the device (torch/optim/optimizer.py)."""
     is_profiled: bool = True
@@ -70,7 +70,7 @@ def on_chip(device: torch.device) -> bool:
 def enter(device_type: str) -> torch.device:
     """Return the device for this process's local rank, and make it this thread's current device."""
     wanted = os.environ.get(DEVICE)
-    if wanted is not None:  # a device that a plug-in provides replaces the plan's
+    if wanted is not None:  # a plug-in's device replaces the plan's
         plugins = {plugin.name: plugin for plugin in parts_of(DEVICES)}
         if wanted not in plugins:
             known = ", ".join(sorted(plugins)) or "none is installed"
@@ -165,7 +165,7 @@ def _emulated(device: torch.device, name: str) -> Callable[..., Any] | None:
 
 def host_work(device: torch.device, name: str = "", seconds: float = 0.0) -> None:
     """Advance an emulated host clock by the duration of a `read` (of a batch) or `write` (of a checkpoint). `seconds`
-    are added to the emulated clock, or slept on a real host."""
+    are added to the emulated clock; a real host sleeps for that time."""
     work = _emulated(device, "host_work")
     if work is not None:
         work(name, seconds)

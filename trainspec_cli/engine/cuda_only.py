@@ -32,7 +32,7 @@ process whose watchdog is blocked."""
 
 def pin(buffer: Tensor, device: torch.device) -> None:
     """Pin the host memory of a tensor in place, so that copies from this device are asynchronous. Devices other than
-    CUDA have no call for this, so their copies block the host."""
+    CUDA have no API for this, so their copies block the host."""
     if device.type == "cuda":
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
 

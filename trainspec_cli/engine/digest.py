@@ -69,7 +69,7 @@ def diverging_groups(digests: Sequence[Tensor]) -> list[int]:
 
 
 NOT_FINITE = "values that are not finite (NaN or infinity)"
-"""The text of the reason for rejecting a file."""
+"""The reason given for rejecting a file."""
 REMEDY = "try a lower optim.lr, a longer optim.schedule.warmup_steps, or precision=bf16 in place of fp8"
 """A hint for a run that diverged."""
 
@@ -86,7 +86,7 @@ def count_not_finite(tensor: Tensor) -> int:
     return int((~tensor.isfinite()).sum())
 
 
-# Types of the batches passed between data, models and step, which do not import one another.
+# Types of the batches passed between the data, model and step modules, which do not import one another.
 
 
 MicroBatch = tuple[Tensor, ...]

@@ -41,8 +41,8 @@ class Mesh:
     """The ranks of the pipeline's first and last stage, if both have a tied embedding."""
     sums: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     """On gloo, additional process groups for those axes of `SUMMED_OVER` that have several ranks. They are used only
-    for gradients, which are summed in a separate thread: if two threads used the same group, their calls would be in a
-    different order on each rank."""
+    for gradients, which are summed in a separate thread: if two threads used the same group, the order of their calls
+    could differ between ranks."""
     connections_of_sums: frozenset[Connection] = frozenset()
 
     def group(self, axis: str) -> dist.ProcessGroup:

@@ -54,7 +54,7 @@ class Nf4(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a rank's part among the blocks of the full matrix."""
+    """The position of a rank's part within the blocks of the full matrix."""
 
     row: int = 0
     column: int = 0

@@ -17,12 +17,12 @@ def refused(extension: Extension, what: str, hint: str = "", code: str = "own_co
 
 
 def is_no_fault(error: Exception) -> bool:
-    """Return whether the error means running out of memory or a lost peer, which the run handles as usual."""
+    """Return whether the error is an out-of-memory error or a lost peer, which the run handles as usual."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError, torch.distributed.DistError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def has_values() -> bool:
-    """Return whether tensors contain numbers. In a step that is only traced, they do not, and code cannot be tested."""
+    """Return whether tensors contain values. In a step that is only traced, they do not, and code cannot be tested."""
     return not isinstance(torch.empty(0), FakeTensor)

@@ -207,7 +207,7 @@ def test_the_index_of_documents_is_written_and_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("starts", "mask", "says"),
     [
-        (np.array([0, 3]), np.zeros(2, np.uint8), "it covers 2 tokens, the shards hold 3"),
+        (np.array([0, 3]), np.zeros(2, np.uint8), "it covers 2 tokens, but the shards hold 3"),
         (np.array([0, 2]), np.zeros(3, np.uint8), "it covers 3 tokens"),
         (np.array([1, 3]), np.zeros(3, np.uint8), "its documents do not follow one another"),
         (np.array([0, 2, 1, 3]), np.zeros(3, np.uint8), "its documents do not follow one another"),
@@ -268,5 +268,5 @@ def test_a_document_may_be_empty_and_none_may_begin_before_the_one_before(tmp_pa
         with pytest.raises(MachineError, match="the index of its documents cannot be read"):
             read_documents(tmp_path, "train", 4)
     np.save(tmp_path / "train_documents.npy", np.array([0, 4]))
-    with pytest.raises(MachineError, match="it covers 4 tokens, the shards hold 5"):
+    with pytest.raises(MachineError, match="it covers 4 tokens, but the shards hold 5"):
         read_documents(tmp_path, "train", 5)

@@ -114,7 +114,7 @@ def test_a_file_is_no_token_folder(tmp_path):
 def test_a_manifest_of_another_schema_is_refused(stdlib_folder):
     file = stdlib_folder.path / MANIFEST_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"schema": 99}))
-    with pytest.raises(MachineError, match="has schema 99, this version reads 1"):
+    with pytest.raises(MachineError, match="has schema 99, but this version reads 1"):
         TokenFolder.open(stdlib_folder.path)
 
 

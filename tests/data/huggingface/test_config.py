@@ -39,7 +39,7 @@ def test_configs_of_transformers_5_keep_the_rotation_in_one_place():
     [
         ({"model_type": "gpt2"}, "x has model_type 'gpt2'; supported are llama, mistral"),
         ({"hidden_act": "gelu"}, "x has hidden_act 'gelu'"),
-        ({"rope_scaling": {"type": "dynamic"}}, "x scales its rotary positions by 'dynamic'"),
+        ({"rope_scaling": {"type": "dynamic"}}, "x scales rotary embeddings by 'dynamic'"),
         ({"quantization_config": {"bits": 4}}, "x has quantization_config"),
     ],
 )

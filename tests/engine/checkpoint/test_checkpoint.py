@@ -197,7 +197,7 @@ def leave_a_link(path):
     ("damage", "words"),
     [
         (flip_a_bit, "was altered: its sha256 does not match the manifest"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-10]), "bytes, the manifest says"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-10]), "bytes, but the manifest says"),
         (lambda path: path.unlink(), "is missing"),
         (leave_a_link, "is a link"),
     ],

@@ -144,8 +144,8 @@ def test_a_state_that_is_loaded_over_that_of_later_updates_is_taken(lion: Any) -
     ("body", "words"),
     [
         ("p.mul_(1 / (1 + p.norm()))", "it is not elementwise"),
-        ("state['row'] = torch.zeros(2)", "keeps `row`, a tensor of (2,), of a parameter of"),
-        ("state['more'] = [1]", "keeps `more`, list, of a parameter of"),
+        ("state['row'] = torch.zeros(2)", "keeps `row`, a tensor of (2,), for a parameter of"),
+        ("state['more'] = [1]", "keeps `more`, list, for a parameter of"),
         ("state[str(state['updates'])] = 1", "changes which state entries exist between updates"),
         ("raise ValueError('boo')", "raised ValueError: boo in an update of small tensors before the run ("),
     ],

@@ -185,7 +185,7 @@ def test_a_distributed_checkpoint_needs_a_config_to_say_its_model(write: Any) ->
 def test_nanogpt_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "ckpt.pt").touch()
     for read in (lambda: read_other_model(tmp_path), lambda: open_other(tmp_path, MODELS["llama"])):
-        with pytest.raises(RecipeError, match="nanoGPT, whose layers have LayerNorm and learned positions"):
+        with pytest.raises(RecipeError, match="nanoGPT, whose layers have LayerNorm and learned position embeddings"):
             read()
 
 

@@ -31,20 +31,20 @@ MIN_VOCAB_SIZE = 257
 """The smallest vocabulary: 256 bytes and the end-of-document token."""
 
 WORD_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+"  # a word, with the space or sign before it
+    r"[^\r\n\p{L}\p{N}]?\p{L}+"  # a word, with the space or punctuation mark before it
     r"|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+(?:[\r\n]+ *)?"  # signs, followed by the line end and the next line's indentation
+    r"| ?[^\s\p{L}\p{N}]+(?:[\r\n]+ *)?"  # punctuation, followed by the line end and the next line's indentation
     r"|[\r\n]+ *"
     r"|\s+(?!\S)|\s+"
 )
-"""Merges stay within one match of this pattern. Keeping line ends together with indentation results in 8% fewer tokens
-for Python code than GPT-2's pattern."""
+"""Merges stay within one match of this pattern. Keeping line endings together with indentation yields 8% fewer tokens
+for Python code than GPT-2's pattern does."""
 
 
 def train(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
     """Train a byte-level BPE with at most `vocab_size` entries (fewer if the text is too small to fill it).
 
-    The same texts lead to the same tokenizer, regardless of the number of threads."""
+    The same texts always yield the same tokenizer, regardless of the number of threads."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -80,7 +80,7 @@ def load(file: Path) -> Tokenizer:
     try:
         tokenizer = _read_tokenizer(file)
         empty = not tokenizer.get_vocab_size()
-    except ValueError as error:  # the library raises no more specific error
+    except ValueError as error:  # the library does not raise a more specific error
         raise _tokenizer_error("bad_tokenizer", f"{file} is not a tokenizer.json: {error}") from error
     if empty:
         raise _tokenizer_error("bad_tokenizer", f"{file} is a tokenizer without tokens")
@@ -117,12 +117,13 @@ def count_vocab(tokenizer: Tokenizer) -> int:
     """Return the highest id plus one, which is the number of rows that an embedding needs (including rows for unused
     ids)."""
     # This may exceed the number of entries, because published vocabularies have gaps. An id beyond the embedding would
-    # end the run.
+    # crash the run.
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def find_end_of_document(tokenizer: Tokenizer, spec: TokenizerSpec) -> int:
-    """Return the id that ends each document: the token named by the spec, or the first known name."""
+    """Return the id that ends each document: the token named by the spec or, by default, the first known name in the
+    vocabulary."""
     for name in (spec.end_of_document,) if spec.end_of_document else KNOWN_ENDS:
         token_id = tokenizer.token_to_id(name)
         if token_id is not None:

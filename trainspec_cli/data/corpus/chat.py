@@ -34,7 +34,7 @@ _SIGNS: Mapping[ChatFormat, tuple[str, ...]] = {
     "ShareGPT": ("conversations",),
     "Alpaca": ("instruction",),
 }
-"""The fields of each format. A record has the first format whose fields it has."""
+"""The fields of each format. A record's format is the first one whose fields it contains."""
 ANY_SHAPE = f"each line must be {', '.join(list(SHAPES.values())[:-1])} or {SHAPES['Alpaca']}"
 PREFERENCE_FIELDS = ("chosen", "rejected")
 """A record with both fields is a preference pair. Training on such pairs is not supported."""
@@ -53,7 +53,7 @@ _INSTEAD = f'write such conversations as {SHAPES["messages"][:-1]}, "tools": [..
 
 
 def describe_formats(found: Iterable[ChatFormat]) -> str:
-    """Return the names as text, such as `messages and completions`, in the order that this file lists them."""
+    """Return the names as text, such as `messages and completions`, in the order in which this file lists them."""
     there = set(found)
     return " and ".join(name for name in SHAPES if name in there)
 
@@ -119,7 +119,7 @@ def to_messages(record: Record, of: ChatFormat) -> list[Record]:
         # The input follows the instruction, as in other training programs.
         if record.get("history"):
             turns = SHAPES["ShareGPT"]
-            raise FormatError("`history` is not read from Alpaca", f"write conversations of several turns as {turns}")
+            raise FormatError("`history` is not read from Alpaca", f"write multi-turn conversations as {turns}")
         question = _text(record, "instruction", "", "Alpaca")
         if record.get("input") not in (None, ""):
             question = f"{question}\n{_text(record, 'input', '', 'Alpaca')}"
@@ -175,8 +175,8 @@ class Conversation:
 
     @property
     def is_chat(self) -> bool:
-        """Return whether a template has written all special tokens. (A plain completion starts and ends with the
-        tokenizer's own special tokens.)"""
+        """Return whether a template has already inserted all special tokens. (A plain completion starts and ends with
+        the tokenizer's own special tokens.)"""
         return self.format != "completions"
 
 
@@ -204,7 +204,7 @@ def parse_record(
 
 @lru_cache(maxsize=4)
 def template_of(tokenizer: str | None, wanted: str | None) -> ChatTemplate:
-    """Find the chat template when the first conversation needs it, because completions do not need one."""
+    """Look up the chat template only when a conversation needs it, because completions do not need one."""
     return find_template(expand(tokenizer) if tokenizer else None, wanted)
 
 
@@ -231,7 +231,7 @@ def keep_template(data: DataSpec, folder: Path) -> None:
 
 
 def describe(data: DataSpec) -> JsonObject:
-    """Return the inputs of conversations other than their files, for the cache's digest."""
+    """Return what conversations depend on besides their files, for the cache's digest."""
     if data.source != "chat":
         return {}
     beside = expand(data.tokenizer.path).parent if data.tokenizer.path else None

@@ -43,7 +43,7 @@ def open_samples(data: DataSpec, model: ConvModel, folder: Path | None) -> Label
 
 
 def find_samples(data: DataSpec, model: ConvModel) -> Path | None:
-    """Check the samples, and return their folder; None for phantoms. Raises the errors of `open_samples`."""
+    """Check the samples, and return their folder; None for phantoms. Raises the same errors as `open_samples`."""
     folder = expand(data.path).absolute() if data.path else None
     open_samples(data, model, folder)
     return folder

@@ -86,7 +86,7 @@ def cached_folder(data: DataSpec, files: list[Path]) -> Path:
     elif spec.path is not None:
         content = expand(spec.path).read_bytes()
         tokenizer = ["given", hashlib.sha256(content).hexdigest(), spec.end_of_document]
-    # The digest covers the files' state instead of their content, because digesting terabytes would take longer than
+    # The digest covers the files' state instead of their content, because hashing terabytes would take longer than
     # preparing them.
     stats = [(str(file.resolve()), file.stat()) for file in ([] if data.is_own else files)]
     facts = {
@@ -114,7 +114,7 @@ def prepared_folder(data: DataSpec) -> Path | None:
 
 
 def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = None) -> None:
-    """Write `folder`, which must be missing or empty. Raises the errors of `prepare`, and FileExistsError."""
+    """Write `folder`, which must be missing or empty. Raises the same errors as `prepare`, and FileExistsError."""
     check_options(data)
     files = source_files(data) if data.is_own else find_files(data)
     with publishing(folder.expanduser().resolve()) as temporary:
@@ -130,7 +130,7 @@ def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = 
 
 def check_text(data: DataSpec, max_bytes: int) -> set[ChatFormat]:
     """Read the first `max_bytes` of each source's text, or check that its token folder is complete; return the formats
-    of its conversations. Raises the errors of `prepare`, but writes nothing."""
+    of its conversations. Raises the same errors as `prepare`, but writes nothing."""
     formats: set[ChatFormat] = set()
     problems: list[Problem] = []
     for part in (*data.parts.values(), *data.validation.values()):
@@ -174,7 +174,7 @@ def _check_conversations(data: DataSpec) -> set[ChatFormat]:
 
 
 def check_options(data: DataSpec) -> None:
-    """Raise RecipeError with all mistakes in the numeric options and in the tokenizer file."""
+    """Raise a RecipeError that lists all mistakes in the numeric options and the tokenizer file."""
     spec = data.tokenizer
     problems = []
     if not 0 < data.heldout_fraction < 1:

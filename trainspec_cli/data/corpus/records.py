@@ -20,8 +20,8 @@ from trainspec_cli.data.corpus.source_files import cannot_read
 from trainspec_cli.recipe.json_text import json_text
 
 MAX_KINDS, MAX_MISTAKES = 20, 1000
-"""Reading stops after this many kinds of mistakes, or this many mistakes in total, because a file in another format has
-a mistake on each line."""
+"""Reading stops after this many kinds of mistakes, or this many mistakes in total, because a file in the wrong format
+has a mistake on each line."""
 SHOWN_PLACES = 5
 BAD_DOCUMENT = "bad_document"
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
@@ -57,10 +57,10 @@ class Mistakes:
                 self._kinds[key][1].append(str(problem.file if problem.line is None else problem.line))
             else:
                 self._kinds[key] = problem, []
-            # Stop, because a file in another format would be read to its end, with a mistake on each line.
+            # Stop, because a file in the wrong format would have a mistake on each line, all the way to its end.
             if len(self._kinds) >= MAX_KINDS or self._count >= MAX_MISTAKES:
                 self.check()
-        except RecipeError as error:  # the error concerns no single document
+        except RecipeError as error:  # the error does not concern a single document
             raise RecipeError([*self._problems(), *error.problems]) from error
 
     def check(self) -> None:
@@ -109,7 +109,7 @@ def decode(content: bytes, file: Path, line: int | None, start: int) -> str:
         raise bad_document(file, line, got, hint) from error
 
 
-# Read the rows of Parquet and Arrow tables. This needs the extra `hf`.
+# Read the rows of Parquet and Arrow tables. This requires the extra `hf`.
 
 
 ROWS_AT_ONCE = 1024

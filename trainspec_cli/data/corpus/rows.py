@@ -1,6 +1,6 @@
 """Rows: the tokens and targets of one training sample, for any source.
 
-A row has `seq_len` tokens and `seq_len` targets. Text is split into consecutive windows. Conversations are packed as a
+A row has `seq_len` tokens and `seq_len` targets. Text is split into consecutive windows. Conversations are packed
 whole, several per row, and only the targets to train on count. Rows are a pure function of the files on disk, so a
 row's number identifies it."""
 
@@ -60,7 +60,7 @@ class Windows:
     split: Split
     seq_len: int
     keeps_rest: bool = False
-    """True if the rest at the end also becomes a row, with padding. In evaluation, every token counts."""
+    """True if the remainder at the end also becomes a row, padded to full length. In evaluation, every token counts."""
     masks_documents: bool = False
 
     def __len__(self) -> int:
@@ -185,12 +185,12 @@ def open_rows(folder: TokenFolder, split: Split, data: DataSpec, *, keeps_rest: 
 
 def first_text(row: Row) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a row's first document (or of the entire row, if every token is trained on) and the mask of
-    those that are targets. The first token, which is never a target, gets the mask of the second."""
+    those that are targets. The first token, which is never a target, is masked like the second."""
     within = np.ones(len(row.tokens), dtype=bool)
     if row.documents is not None and (row.targets == IGNORED).any():
         within = row.documents == row.documents[0]
     targets = row.targets[within]
     learnt = targets != IGNORED
-    last = targets[-1:][learnt[-1:]]  # a last target that is not trained on is unknown
+    last = targets[-1:][learnt[-1:]]  # the last target is unknown if it is not trained on
     tokens = np.concatenate((row.tokens[within], last))
     return tokens, np.concatenate((learnt[:1], learnt))[: len(tokens)]

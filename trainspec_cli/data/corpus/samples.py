@@ -2,7 +2,7 @@
 
 A position counts the samples of a run from 0, over all ranks and epochs. Sample i of a split consists of its tokens [i
 * seq_len, (i + 1) * seq_len], the last of which is only predicted. Each epoch visits every sample exactly once, each
-time in another order, regardless of the number of ranks. The sample at any position is found in O(1), so a run can
+time in a different order, regardless of the number of ranks. The sample at any position is found in O(1), so a run can
 resume anywhere."""
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ BLOCK = 1000
 
 @dataclass(frozen=True)
 class Mixed:
-    """A mixture of streams by weight. A stream advances only when a row is drawn from it.
+    """A weighted mixture of streams. A stream advances only when a row is drawn from it.
 
     Positions are divided into blocks. In each block, every stream has its share of the slots, and a permutation
     distributes the slots."""

@@ -33,8 +33,8 @@ from trainspec_cli.recipe.records import read_record, to_plain
 
 
 SCHEMA = 1
-"""The version, which is incremented when the files, their meaning or their creation change. Cached folders are then
-prepared again."""
+"""Version of the format, incremented when the files, their meaning or the way they are created change. Cached folders
+are then prepared again."""
 
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -100,7 +100,7 @@ class ShardManifest:
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the mean over both splits."""
+        """Return the mean text bytes per token over both splits."""
         return (self.train.bytes + self.heldout.bytes) / max(1, self.train.tokens + self.heldout.tokens)
 
 
@@ -122,7 +122,7 @@ def read_manifest(folder: Path) -> ShardManifest:
     try:
         fields = read_object(file)
         if fields["schema"] != SCHEMA:
-            raise _unreadable(folder, f"has schema {fields['schema']}, this version reads {SCHEMA}")
+            raise _unreadable(folder, f"has schema {fields['schema']}, but this version reads {SCHEMA}")
         manifest = read_record(ShardManifest, fields)
         # The engine maps the shards without further checks, so a wrong number would lead to training on the wrong
         # tokens.
@@ -183,7 +183,7 @@ class ShardWriter:
         self._close_shard()
 
     def append(self, ids: Sequence[int], text_bytes: int, documents: int) -> None:
-        """Add ids that encode `text_bytes` bytes of text and end `documents` documents."""
+        """Add ids that encode `text_bytes` bytes of text and complete `documents` documents."""
         self._text_bytes += text_bytes
         self._documents += documents
         tokens = np.asarray(ids, dtype=self._dtype)
@@ -342,7 +342,7 @@ def read_documents(folder: Path, split: str, num_tokens: int) -> Documents:
         if not len(starts) or starts[0] != 0 or (np.diff(starts) < 0).any():
             raise ValueError("its documents do not follow one another")
         if starts[-1] != num_tokens or len(mask) != num_tokens:
-            raise ValueError(f"it covers {len(mask):,} tokens, the shards hold {num_tokens:,}")
+            raise ValueError(f"it covers {len(mask):,} tokens, but the shards hold {num_tokens:,}")
     except ANY_DAMAGE as error:
         message = f"{folder}: the index of its documents cannot be read: {error}"
         raise MachineError(message, code="bad_token_folder", hint=f"remove it: rm -r {folder}") from error
@@ -355,8 +355,8 @@ def read_documents(folder: Path, split: str, num_tokens: int) -> Documents:
 @contextmanager
 def publishing(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder next to `folder`, which is renamed to `folder` when the block succeeds. Raises
-    FileExistsError if `folder` was filled in the meantime, and MachineError if the disk is full or not writable; then
-    the temporary folder is removed. If a process was killed, the next call removes its temporary folder."""
+    FileExistsError if `folder` was filled in the meantime, and MachineError if the disk is full or not writable; in
+    that case, the temporary folder is removed. If a process was killed, the next call removes its temporary folder."""
     temporary = folder.parent / f".trainspec-{os.getpid()}-{secrets.token_hex(4)}{_suffix()}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

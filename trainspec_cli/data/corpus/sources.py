@@ -1,7 +1,7 @@
-"""Read documents from each raw source: Python's standard library, text, JSON lines, tables and conversations.
+"""Read documents from each raw source: Python's standard library, text, JSON Lines, tables and conversations.
 
-The order is fixed (by path, then by line), so the same files always result in the same documents. Tables need the extra
-`hf`."""
+The order is fixed (by path, then by line), so the same files always result in the same documents. Reading tables
+requires the extra `hf`."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Document:
 def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
     """Yield every non-empty document in `files`. The document in which `max_bytes` is reached is truncated there.
 
-    Raises RecipeError with all kinds of mistakes, at the end or as soon as there are `MAX_MISTAKES` of them, and
-    MachineError for a file that cannot be read."""
+    Raises a RecipeError that lists all kinds of mistakes, at the end or as soon as there are `MAX_MISTAKES` of them,
+    and MachineError for a file that cannot be read."""
     mistakes = Mistakes()
     left_bytes = sys.maxsize if data.max_bytes is None else data.max_bytes
     for document in chain.from_iterable(_read(file, data, mistakes) for file in files):
@@ -83,7 +83,7 @@ def _read(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
     """Yield the documents of one file."""
     if data.source == "python_stdlib":
         try:
-            with tokenize.open(file) as source:  # decodes the file as it declares
+            with tokenize.open(file) as source:  # decodes the file with the encoding that it declares
                 yield Document(str(file), source.read())
         except (SyntaxError, UnicodeDecodeError, LookupError) as error:
             raise bad_document(file, None, f"not in the encoding it declares: {error}", "") from error
@@ -237,8 +237,8 @@ class Collection:
         return self.main.path if (self.main.path / TOKENIZER_FILE).is_file() else None
 
     def check(self, data: DataSpec, vocab_size: int) -> list[str]:
-        """Return warnings about how `data` will be read. Raises RecipeError if token ids exceed the number of rows in
-        the embedding."""
+        """Return warnings about the way `data` will be read. Raises RecipeError if token ids exceed the number of rows
+        in the embedding."""
         ids = self.main.manifest.vocab_size
         if ids > vocab_size:
             message = f"the tokenizer has {ids:,} ids, but the model has {vocab_size:,} rows (`model.vocab_size`)"

@@ -114,8 +114,8 @@ def write_tokens(
 
 
 def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_progress: OnProgress) -> Iterator[Document]:
-    """Yield each document. Report progress at every hundredth of the phase, and at least every `REPORTED_S` seconds. A
-    compressed file contains more text than its size suggests, so the fraction is only an estimate."""
+    """Yield each document. Report progress after every hundredth of the phase, and at least every `REPORTED_S` seconds.
+    A compressed file contains more text than its size suggests, so the fraction is only an estimate."""
     begin, end = PHASES[phase]
     done_bytes = count = 0
     reported = -1.0
@@ -291,7 +291,7 @@ def write_conversations(
 
 
 def tokens_before_reply(conversation: Conversation, tokenizer: Tokenizer) -> int | None:
-    """Return the number of tokens before the first one to train on, or None."""
+    """Return the number of tokens before the first one to train on; None if there is none."""
     tokenizer.encode_special_tokens = False
     (encoding,) = _encode_conversations([conversation], tokenizer)
     learnt = _learnt(conversation.spans, encoding)

@@ -1,5 +1,5 @@
 """User-defined code for data: sources of documents (`data.source=FILE.py:NAME`) and tokenizers. A source is called only
-once, and its documents are written to a file, because preparation reads text three times."""
+once, and its documents are written to a file, because preparation reads the text three times."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ALLOWED = "expected text, {'text': text} or a list of token ids"
 ID_TYPE: Dtype = "uint32"
 MAX_ID = 2**31 - 1
 TextWriter = Callable[[DataSpec, Path], None]
-"""A function that tokenises a file of JSON lines, given the settings for reading it and the file."""
+"""A function that tokenises a JSON Lines file, given the settings for reading it and the file."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def source_facts(data: DataSpec) -> dict[str, object]:
 
 
 def write_own(data: DataSpec, folder: Path, write_text: TextWriter) -> None:
-    """Write the documents that the code yields to `folder`, as tokens. `write_text` tokenises a file of JSON lines.
-    Raises RecipeError for exceptions in the code, and for invalid documents."""
+    """Write the documents that the code yields to `folder`, as tokens. `write_text` tokenises a JSON Lines file. Raises
+    RecipeError for exceptions in the code, and for invalid documents."""
     (extension,) = SOURCE.named(data.source, data.options)
     documents = _limited(_documents(extension, data), data.max_bytes)
     first = next(documents, None)
@@ -147,7 +147,7 @@ def _mixed(extension: Extension, document: OwnDocument) -> RecipeError:
 
 
 def _limited(documents: Iterable[OwnDocument], max_bytes: int | None) -> Iterator[OwnDocument]:
-    """Yield documents until `max_bytes` of text are reached, so that the code may yield documents forever."""
+    """Yield documents until `max_bytes` of text are reached, so the code may be an infinite generator."""
     left_bytes = sys.maxsize if max_bytes is None else max_bytes
     for document in documents:
         yield document

@@ -1,5 +1,5 @@
-"""Chat templates: render a conversation as the text on which its model was trained, and find the assistant's replies in
-it.
+"""Chat templates: render a conversation in the text format that its model was trained on, and find the assistant's
+replies in it.
 
 Templates are untrusted programs. They run in Jinja's sandbox, which prevents access to anything outside, in a separate
 process with limited time and memory."""
@@ -35,7 +35,7 @@ Message = Mapping[str, object]
 Span = tuple[int, int]
 WORKER = Path(__file__).with_name("template_worker.py")
 CPU_LIMIT_S = 10.0
-"""Processor time allowed per conversation, in seconds."""
+"""CPU time allowed per conversation, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class ChatTemplate:
     """The special tokens that templates may use, by name."""
 
     def render(self, messages: Sequence[Message], *, asks: bool = False, **extra: object) -> str:
-        """Render a conversation; with `asks`, up to the start of the assistant's reply.
+        """Render a conversation or, with `asks`, only up to the start of the assistant's reply.
 
         Raises ValueError with the template's own message if the template rejects the conversation, fails, or exceeds
         the time or memory limit."""
         return self._ask(messages, {"add_generation_prompt": asks, **self.tokens, **extra}).text
 
     def replies(self, messages: Sequence[Message], **extra: object) -> tuple[str, list[Span]]:
-        """Return the full text, and the spans of the assistant's replies. Raises the errors of `render`.
+        """Return the full text, and the spans of the assistant's replies. Raises the same errors as `render`.
 
         A reply's span is the text that changes with the reply's content, so templates may trim it or omit thoughts."""
         answer = self._ask(messages, {"add_generation_prompt": False, **self.tokens, **extra}, replies=True)

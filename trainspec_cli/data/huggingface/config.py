@@ -28,7 +28,7 @@ MODEL_TYPES = tuple(_ARCHITECTURES)
 
 
 def model_type(model: ModelSpec) -> str:
-    """Return Hugging Face's model type for `model`. Raises RecipeError with all keys that none of the types
+    """Return Hugging Face's model type for `model`. Raises a RecipeError that lists all keys that none of the types
     supports."""
     problems = list(_misfits(model))
     if problems or not isinstance(model, DecoderModel):
@@ -150,7 +150,7 @@ def _comparable(model: DecoderModel) -> dict[str, object]:
     for key, value in asdict(model).items():
         flat |= {f"{key}.{inner}": kept for inner, kept in value.items()} if isinstance(value, dict) else {key: value}
     if model.experts is not None and all(model.is_expert_layer(layer) for layer in range(model.num_layers)):
-        # No layer has a dense feed-forward, so its width has no effect.
+        # No layer has a dense feed-forward network, so its width has no effect.
         del flat["ffn_size"]
     if model.sliding_window is None:
         del flat["global_attention_every"]
@@ -200,7 +200,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """The keys of `rope_parameters` (since transformers 5) or `rope_scaling` that determine the rotary positions."""
+    """The keys of `rope_parameters` (since transformers 5) or `rope_scaling` that determine the rotary embeddings."""
 
     rope_theta: float | None = None
     rope_type: str | None = None
@@ -231,7 +231,7 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
     experts: JsonObject | None = None
     scaled_by = rope.rope_type or rope.type or "default"
     if scaled_by not in ("default", "llama3", "yarn"):
-        raise _unsupported(f"{where} scales its rotary positions by {scaled_by!r}; supported are default, llama3, yarn")
+        raise _unsupported(f"{where} scales rotary embeddings by {scaled_by!r}; supported are default, llama3, yarn")
     try:
         if scaled_by == "llama3":
             scaling = {
@@ -286,7 +286,7 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
 
 def _read_keys(cls: type[T], given: JsonObject, where: str) -> T:
     """Return the fields of dataclass `cls`. Raises RecipeError, which lists all negative numbers and all values of a
-    type that transformers would not write or, without such values, names the first missing key."""
+    type that transformers would not write or, if there are none, names the first missing key."""
     kinds = get_type_hints(cls)
     wrong = []
     hint = "name a folder written by transformers"

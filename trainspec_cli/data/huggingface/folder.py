@@ -40,7 +40,7 @@ def read_config(folder: Path, name: str = CONFIG) -> JsonObject:
             got += f", and the Hub's cache {hub_cache()} does not have {named.name} ({named.revision})"
             revision = "" if named.revision == "main" else f" --revision {named.revision}"
             hint = (
-                f"where there is a network, run hf download {named.name}{revision}; HF_HOME names another cache, "
+                f"with network access, run hf download {named.name}{revision}; HF_HOME names another cache, and "
                 f"{HUB_MIRROR} a folder that holds {named.name}"
             )
         raise RecipeError(Problem("missing_file", got, "init.from", hint))
@@ -55,7 +55,7 @@ def read_config(folder: Path, name: str = CONFIG) -> JsonObject:
 def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
     """Return the tensors of `model`.
 
-    Raises RecipeError, which names missing or superfluous tensors and those with a wrong shape, and MachineError if a
+    Raises RecipeError, which names missing or unexpected tensors and those with a wrong shape, and MachineError if a
     file is damaged."""
     model_type(model)
     check_count(model)
@@ -66,7 +66,7 @@ def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
 
 
 def check_count(model: DecoderModel) -> None:
-    """Raise RecipeError if a model has too many tensors to check them by name."""
+    """Raise RecipeError if a model has too many tensors to check by name."""
     experts = model.experts.num_experts if model.experts else 0
     if model.num_layers * (experts + 1) > MAX_TENSORS:
         message = f"{model.num_layers:,} layers of {experts:,} experts are too many tensors for one checkpoint"

@@ -1,5 +1,5 @@
 """The safetensors format: the header's length in eight bytes, a JSON header, and the bytes of the tensors. It is
-implemented here so that reading a header does not require torch, and at most one tensor is in memory.
+implemented here so that reading a header does not require torch, and at most one tensor is in memory at a time.
 https://huggingface.co/docs/safetensors"""
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _damaged(file: Path, what: str) -> MachineError:
 
 
 # The tensors of a Hugging Face checkpoint that make up each parameter of the engine's decoder. The table is used in
-# both directions: loading fills parameters from tensors, exporting splits parameters into them. Most tensors are a
+# both directions: loading fills parameters from tensors, exporting splits parameters into them. Most tensors hold a
 # complete parameter. A routed expert's matrices are parts of a parameter, and are transposed. LoRA adapters use PEFT's
 # names, and have an adapter_config.json.
 
@@ -281,7 +281,7 @@ def _whole(name: str, tensor: str, shape: Shape) -> Parameter:
 
 
 def adapters_of(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
-    """Return the two halves of a matrix's adapter, (R, D) and (F, R); nothing if the matrix has no adapter."""
+    """Return the two factors of a matrix's adapter, (R, D) and (F, R); nothing if the matrix has no adapter."""
     owner, _, leaf = parameter.name.rpartition(".")
     if not lora.rank or leaf != "weight" or not owner.startswith("blocks."):
         return []

@@ -1,7 +1,7 @@
 """The process that runs chat templates, which are untrusted programs and may loop or use more and more memory.
 
-Each JSON input line results in a JSON output line. The first line is the template; each following line is a
-conversation. The kernel kills the process when a conversation takes more processor time than the first argument (in
+It writes one JSON line for each JSON line that it reads. The first line is the template; each following line is a
+conversation. The kernel kills the process when a conversation takes more CPU time than the first argument allows (in
 seconds), and its memory is limited. This file imports nothing from trainspec, so that it starts in a tenth of a
 second."""
 

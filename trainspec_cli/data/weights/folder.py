@@ -54,8 +54,8 @@ def read_other_model(folder: Path) -> JsonObject:
 def _refuse_nanogpt(folder: Path) -> None:
     if not exists(folder / DCP_FILE) and not exists(folder / LITGPT_FILE):
         message = (
-            f"{folder} has a checkpoint of nanoGPT, whose layers have LayerNorm and learned positions; the engine's "
-            "decoder has RMSNorm and rotary positions"
+            f"{folder} has a checkpoint of nanoGPT, whose layers have LayerNorm and learned position embeddings; "
+            "the engine's decoder has RMSNorm and rotary embeddings"
         )
         raise RecipeError(Problem("unsupported", message, "init.from", "name other weights"))
 
@@ -63,7 +63,7 @@ def _refuse_nanogpt(folder: Path) -> None:
 def open_other(folder: Path, model: DecoderModel) -> dict[str, PartedTensor]:
     """Return the tensors of `model`, under Hugging Face's names.
 
-    Raises RecipeError, which names missing or superfluous tensors and those with a wrong shape, and MachineError if a
+    Raises RecipeError, which names missing or unexpected tensors and those with a wrong shape, and MachineError if a
     file is damaged."""
     _refuse_nanogpt(folder)
     check_count(model)

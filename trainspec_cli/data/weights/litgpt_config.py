@@ -90,7 +90,7 @@ def read_model(file: Path) -> JsonObject:
         keys = (*_SCALING, "original_max_seq_len")
         if set(adjusted) != {*keys}:
             known = ", ".join(keys)
-            raise _refuse(file, f"scales its rotary positions by {', '.join(adjusted)}; supported are {known}")
+            raise _refuse(file, f"scales rotary embeddings by {', '.join(adjusted)}; supported are {known}")
         scaling = {"kind": "llama3", "original_seq_len": adjusted["original_max_seq_len"]}
         scaling |= {key: adjusted[key] for key in _SCALING}
     padded = -(-sizes.vocab_size // sizes.padding_multiple) * sizes.padding_multiple

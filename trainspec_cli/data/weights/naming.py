@@ -1,9 +1,9 @@
 """The tensors of other projects' checkpoints, expressed as rows of Hugging Face's tensors.
 
 The table is used in both directions. A project may use other names, combine several tensors into one (litgpt's and
-Megatron's queries, keys and values), order the rows of each head differently (rotary positions use neighbouring pairs
-in torchtitan, and halves in Hugging Face), or stack all layers (Megatron). In each case, rows of one tensor correspond
-to equally spaced rows of another."""
+Megatron's queries, keys and values), order the rows of each head differently (rotary embeddings pair neighbouring rows
+in torchtitan, and the two halves in Hugging Face), or stack all layers (Megatron). In each case, rows of one tensor
+correspond to equally spaced rows of another."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
 def read_state(file: Path, inside: tuple[str, ...] = ()) -> dict[str, PartedTensor]:
-    """Return the tensors of a state dict. It was saved alone, or in a dict under one of the keys in `inside`. Other
-    values are omitted. Raises MachineError, which names the file and the faulty tensor."""
+    """Return the tensors of a state dict that was saved by itself, or in a dict under one of the keys in `inside`.
+    Other values are omitted. Raises MachineError, which names the file and the faulty tensor."""
     archive = TorchArchive(file, 0, file.stat().st_size)
     try:
         held = as_dict(archive.value)
@@ -73,7 +73,7 @@ class TorchArchive:
     def _read(self, content: BinaryIO, start: int, length: int) -> Value:
         archive = zipfile.ZipFile(_Range(content, start, length))
         for entry in archive.infolist():
-            # Compressed or encrypted values could not be read in place.
+            # Compressed or encrypted values cannot be read in place.
             if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
                 raise ValueError(f"{entry.filename} is compressed or encrypted")
             # The local header repeats the lengths of name and extra field, which may differ from those in the
@@ -166,9 +166,9 @@ class _Range(io.RawIOBase):
 
 
 # Read the values that a pickle describes. Its instructions are interpreted here, without looking up classes or calling
-# anything. A class or function in the pickle becomes its name, and an object that the pickle would create becomes a
-# record of the name, the arguments and the state. An untrusted file can therefore name anything without any effect. The
-# time needed is linear in the size of the file.
+# anything. A class or function in the pickle is represented by its name, and an object that the pickle would create by
+# a record of the name, the arguments and the state. An untrusted file can therefore name anything without any effect.
+# The time needed is linear in the size of the file.
 
 
 Value = object

@@ -86,7 +86,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
             found = torch.autograd.grad((leaving * weights).sum(), list(wanted.values()), allow_unused=True)
         return dict(zip(wanted, found, strict=True))
 
-    # Check the output's shape, also for an empty batch, which a rank gets when its samples are used up.
+    # Check the output's shape, including for an empty batch, which a rank gets when its samples are used up.
     x_BSD = draw()
     y_BSD = forward(x_BSD)
     for given in (x_BSD, x_BSD[:0]):
@@ -98,10 +98,10 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
             raise refused(maker.extension, f"maps {form} to {other}", hint)
         if not got.isfinite().all():
             hint = "check its initial values"
-            raise refused(maker.extension, "returns values that are not finite for random input", hint)
+            raise refused(maker.extension, "returns non-finite values for random input", hint)
     buffers = [buffer.clone() for buffer in block.buffers()]
     if not agree(y_BSD, forward(x_BSD)):
-        hint = "remove dropout and other random numbers"
+        hint = "remove dropout and other sources of randomness"
         raise refused(maker.extension, "returns a different output at each call", hint)
     if any(not torch.equal(*pair) for pair in zip(buffers, block.buffers(), strict=True)):
         hint = "a block must not keep state from step to step"
@@ -128,7 +128,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
     apply_recompute([block], plan.recompute)
     again = gradients()
     if not all(agree(plain[name], again[name]) for name in plain):  # type: ignore[arg-type]
-        hint = "do not change the result of a matrix product in place, or set recompute=full"
+        hint = "do not change the result of a matmul in place, or set recompute=full"
         raise refused(maker.extension, f"has a different gradient with recompute={plan.recompute}", hint)
 
 
@@ -242,7 +242,7 @@ def load_kernel(op: str, backend: str) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*inputs: Any) -> Any:
-        # Evaluation uses other shapes, each of which would cause a compilation.
+        # Evaluation uses other shapes, each of which would trigger a compilation.
         return fused(*inputs) if torch.is_grad_enabled() else function(*inputs)
 
     return call
@@ -294,7 +294,7 @@ def spread_stage(
         group = mesh.expert_group("ep")
         cuts |= apply_expert_parallel(part, Peers(group, exchanges.links.of("ep", group)), sort_by_expert)
     if layout.tp > 1:
-        # A schedule that splits the backward pass computes all weight gradients later.
+        # A schedule that splits the backward pass defers all weight gradients.
         options = {"sequence_parallel": layout.sequence_parallel, "overlaps": not layout.splits_backward}
         partials = apply_tensor_parallel(part, tp, cuts, **options)
     if layout.cp > 1:
@@ -445,7 +445,7 @@ def build_train_state(
     twins = [share for share in trained if is_twin(plan, share.name)]
     ends = Peers(mesh.ends, exchanges.counted("gradients", clock.collective))
     ep_group = mesh.expert_group("ep").group_name if mesh.experts else None
-    # Filling allocated full parameters; steps need memory blocks of other sizes.
+    # Filling has allocated full parameters, but steps need memory blocks of other sizes.
     release_unused(device)
     late = ((partials, exchanges.gradient_peers(mesh, "tp")), (twins, ends))
     return TrainState(

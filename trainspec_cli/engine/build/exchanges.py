@@ -22,13 +22,13 @@ from trainspec_cli.recipe.results.plan import Plan
 
 STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     # Activations of regions with split matrices are summed, or with sequence parallelism gathered and scattered
-    # (comm/exchange.py). So are the loss over a split vocabulary (parallel/context.py) and, after the backward passes,
-    # gradients of parameters that every rank holds in full (run/step.py: sum_late). Muon swaps parts of matrices
-    # (optim/whole.py).
+    # (comm/exchange.py). The loss over a split vocabulary (parallel/context.py) and, after the backward passes,
+    # gradients of parameters that every rank holds in full (run/step.py: sum_late) are summed too. Muon exchanges parts
+    # of matrices (optim/whole.py).
     "tp": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    # Keys and values are sent around a ring, or swapped for heads (parallel/context.py). Parameters are also sharded
-    # over these ranks (parallel/data_parallel.py). The gradient noise (parallel/noise.py) and the loss that balances
-    # experts (parallel/pipeline.py) are summed.
+    # Keys and values are sent around a ring, or redistributed by head (parallel/context.py). Parameters are also
+    # sharded over these ranks (parallel/data_parallel.py). The gradient noise (parallel/noise.py) and the
+    # load-balancing loss of experts (parallel/pipeline.py) are summed.
     "cp": ("send", "receive", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"),
     # Tokens are sent to their experts' ranks and back, after their counts have been exchanged (parallel/expert.py).
     "ep": ("all_to_all",),
@@ -36,11 +36,11 @@ STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     # by the first and the last stage are summed (build/assemble.py).
     "pp": ("send", "receive", "all_reduce"),
     # Parameters are gathered and gradients reduced: by FSDP2 on a GPU (parallel/data_parallel.py), on a CPU in a
-    # separate thread (parallel/gradient_sums.py), where gloo's reduce-scatter is a swap of rows (comm/exchange.py).
-    # Muon swaps parts of matrices (optim/whole.py).
+    # separate thread (parallel/gradient_sums.py), where ranks exchange rows instead of using gloo's reduce-scatter
+    # (comm/exchange.py). Muon exchanges parts of matrices (optim/whole.py).
     "dp_shard": ("all_gather", "reduce_scatter", "all_to_all"),
     "expert_shard": ("all_gather", "reduce_scatter", "all_to_all"),
-    # Gradients are summed over replicas, in a single all-reduce or tier by tier: rows are swapped, and sums are
+    # Gradients are summed over replicas, in a single all-reduce or tier by tier, where rows are exchanged and sums
     # gathered.
     "dp_replicate": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
     # Loss, norm, noise and the ranks' reports are exchanged at the end of the step (run/step.py). Experts' token counts
@@ -48,8 +48,8 @@ STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     # pipeline stage.
     "all": ("all_reduce",),
 }
-"""The collectives that a step uses inside a replica group, by axis. Compressed gradients are swapped and gathered
-instead of summed (comm/compressed.py). In addition, replica groups sum gradients with one another
+"""The collectives that a step uses inside a replica group, by axis. Compressed gradients use all-to-alls and
+all-gathers instead of all-reduces (comm/compressed.py). In addition, replica groups sum gradients with one another
 (elastic/cross_group.py)."""
 
 

@@ -22,12 +22,12 @@ from trainspec_cli.run.folder.record import read_plan
 
 def read_run_weights(run: RunDir, step: int) -> dict[str, Tensor]:
     """Return the model's tensors by name, as stored in the checkpoint. Raises MachineError if the checkpoint is
-    damaged, and RecipeError if its matrices are in 4 bits."""
+    damaged, and RecipeError if its matrices are 4-bit."""
     folder = run.checkpoint(step)
     manifest = read_manifest(folder)
     entries = {name: entry for name, entry in manifest.tensors.items() if name.startswith(PREFIX)}
     if any(name.endswith(TENSORS) for name in entries):
-        message = f"{folder} holds matrices in 4 bits (lora.base=nf4)"
+        message = f"{folder} holds 4-bit matrices (lora.base=nf4)"
         hint = "trainspec export RUN --output FOLDER writes them in full precision"
         raise RecipeError(Problem("unsupported", message, "lora.base", hint))
     verify_files(folder, manifest.files)
@@ -37,8 +37,8 @@ def read_run_weights(run: RunDir, step: int) -> dict[str, Tensor]:
 
 
 def read_run_model(run: RunDir, step: int) -> Any:
-    """Return the engine's model, in fp32, with the weights of a checkpoint. Raises the errors of `read_run_weights`,
-    and RecipeError for adapters or for user-defined blocks whose file has changed."""
+    """Return the engine's model, in fp32, with the weights of a checkpoint. Raises the same errors as
+    `read_run_weights`, and RecipeError for adapters or for user-defined blocks whose file has changed."""
     spec = read_plan(run).spec
     if spec.lora.rank:
         message = f"{run.root} trained adapters, which read_model does not merge"

@@ -42,7 +42,7 @@ def lost_parts(state: TrainState) -> list[TensorPart]:
 
 
 def parts_to_fill(state: TrainState) -> list[TensorPart]:
-    """Return the parts that `lost_parts` would return in this layout, but without memory."""
+    """Return the parts that `lost_parts` would return in this layout, without allocating their memory."""
     if not state.compression.feeds_back:
         return []
     by_name = {share.name: share for share in _trained(state)}
@@ -54,8 +54,9 @@ def parts_to_fill(state: TrainState) -> list[TensorPart]:
 
 
 def take_lost(state: TrainState, parts: list[TensorPart]) -> bool:
-    """Pass the contents of `parts` to the exchanges of `state`. Return whether some content belongs to no exchange with
-    error feedback in this layout. If gradients are then summed over further ranks, each of these gets an equal part."""
+    """Pass the contents of `parts` to the exchanges of `state`. Return whether some of it does not belong to any
+    exchange with error feedback in this layout. If gradients are summed over more ranks than before, each of these gets
+    an equal part."""
     takers = {id(share.parameter): late.peers.size for late in state.late_sums for share in late.shares}
     left = {part.name.removeprefix(PREFIX): part.tensor for part in parts}
     names = {id(share.parameter): share.name for share in _trained(state)}

@@ -1,6 +1,6 @@
-"""A checkpoint's folder. It is written as `.step_00000020.TOKEN.partial`, and published by one rename when all parts
-exist. So a folder with the final name is always complete, even if the run is killed. The ranks coordinate through the
-folder itself: each writes `rank00003.json` next to its file once the file is on disk, or `rank00003.failed.json` on
+"""A checkpoint's folder. It is written as `.step_00000020.TOKEN.partial`, and published by a single rename once all
+parts exist. So a folder with the final name is always complete, even if the run is killed. The ranks coordinate through
+the folder itself: each writes `rank00003.json` next to its file once the file is on disk, or `rank00003.failed.json` on
 failure. The token is unique to a run, so leftovers of a killed save are never mistaken for a part; the next published
 save removes them.
 """

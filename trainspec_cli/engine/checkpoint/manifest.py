@@ -173,7 +173,7 @@ def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
             raise refused(folder, f"{path} is missing")
         found = digest_file(path)
         if found.bytes != expected.bytes:
-            raise refused(folder, f"{path} has {found.bytes:,} bytes, the manifest says {expected.bytes:,}")
+            raise refused(folder, f"{path} has {found.bytes:,} bytes, but the manifest says {expected.bytes:,}")
         if found.sha256 != expected.sha256:
             raise refused(folder, f"{path} was altered: its sha256 does not match the manifest")
 

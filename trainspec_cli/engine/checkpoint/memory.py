@@ -48,8 +48,8 @@ from trainspec_cli.run.folder.files import write_json
 # Lay out a rank's checkpoint file in the safetensors format (huggingface.co/docs/safetensors, "Format").
 #
 # A file consists of eight bytes with the header's length, the header in JSON, and the tensors' bytes without gaps.
-# Tensors with the largest elements come first, so every tensor is aligned. Files are read with safetensors itself, and
-# written from a reused buffer.
+# Tensors with the largest element size come first, so every tensor is aligned. Files are read with safetensors itself,
+# and written from a reused buffer.
 
 
 CODES = {
@@ -230,7 +230,7 @@ class KeptPart:
 
     @staticmethod
     def read(content: Mapping[str, object]) -> KeptPart:
-        """Create from plain JSON; the inverse of `asdict`. Raises the errors of `part_from`."""
+        """Create from plain JSON; the inverse of `asdict`. Raises the same errors as `part_from`."""
         kept = read_record(KeptPart, content)
         check_content((kept.part.file,), kept.part.tensors)
         return kept
@@ -268,7 +268,7 @@ def find_newest(location: CopyLocation) -> FoundCopy | None:
 def _whole_parts(location: CopyLocation) -> Iterable[KeptPart]:
     """Yield the complete parts on this node. Its ranks divide the verification among themselves.
 
-    If a copy fails, its completion mark is removed, so that `fetch` replaces it.
+    If a copy fails verification, its completion mark is removed, so that `fetch` replaces it.
     """
     marks = sorted(location.folder.glob("slot*/rank*.json"))
     for path in marks[location.rank % location.ranks_per_node :: location.ranks_per_node]:

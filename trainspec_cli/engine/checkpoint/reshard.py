@@ -1,8 +1,8 @@
 """Move the state from one layout to another, in memory and between the same processes.
 
-Tensors are moved in buckets, and the old layout's memory of a bucket is freed before the next one, so that only a small
-part of the state exists twice. Until the last bucket has arrived, the move can be undone. If a rank cannot continue, it
-reports this before the bucket's messages are sent, and all ranks undo the moves made so far.
+Tensors are moved in buckets, and the old layout's memory for a bucket is freed before the next bucket is moved, so that
+only a small part of the state exists twice. Until the last bucket has arrived, the move can be undone. If a rank cannot
+continue, it reports this before the bucket's messages are sent, and all ranks undo the moves made so far.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ Places = Sequence[Sequence[PartPlace]]
 def plan_moves(old: Places, new: Places) -> list[Move]:
     """Return the moves that fill every part of `new` from `old`, each element exactly once, ordered by name.
 
-    A rank copies the slices that it already holds locally. If several ranks hold a slice, they share the work of
-    sending it. All ranks compute the same result from the same places. Raises ValueError if an element is missing from
-    the old layout or has a different format there.
+    Slices that a rank already holds are copied locally. If several ranks hold a slice, they share the work of sending
+    it. All ranks compute the same result from the same input. Raises ValueError if an element is missing from the old
+    layout or has a different format there.
     """
     holders: dict[str, dict[tuple[int, ...], list[tuple[int, PartPlace]]]] = defaultdict(lambda: defaultdict(list))
     for rank, places in enumerate(old):
@@ -150,7 +150,7 @@ def peak_bytes(
     rank: int,
 ) -> int:
     """Return the maximum size of the state on any rank during the move, in bytes, including messages. For each bucket,
-    the new parts are allocated, and then its messages. Once the messages have arrived, the old parts are freed.
+    first the new parts are allocated, and then the messages. Once these have arrived, the old parts are freed.
     """
     before, after = ({place.name: place.bytes for place in places} for places in (old, new))
     messages: dict[str, int] = defaultdict(int)
@@ -204,8 +204,8 @@ class Storages:
             if part.tensor.untyped_storage().resizable()
         }
         self.fixed_bytes = sum(part.bytes for name, part in self.parts.items() if name not in self._sizes)
-        """Size in bytes of the parts that share memory with numpy. torch frees such memory only with the last
-        reference."""
+        """Size in bytes of the parts that share memory with numpy. torch frees such memory only when the last reference
+        is gone."""
 
     def take(self, names: Sequence[str]) -> None:
         """Reallocate the memory of parts. Raises MemoryError or RuntimeError if that fails."""
@@ -239,8 +239,8 @@ def reshard(
 
     `prepare` is called with (bucket, number of buckets) before each bucket; it may raise an error to report that this
     rank cannot continue. `room_bytes` is the additional memory that this rank may use; if that is not enough, nothing
-    is moved. `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError on all ranks if any of them could not
-    move.
+    is moved. `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError on all ranks if any rank could not move
+    its parts.
     """
     before = Storages(old.parts())
     after = Storages(new.parts())

@@ -285,7 +285,7 @@ def _enter_thread(device: torch.device) -> None:
 
 PREFIX = "model."
 ADAPTERS = ("lora_a", "lora_b")
-"""Parameters that may be missing from the checkpoint: a run can add adapters."""
+"""Parameters that may be missing from the checkpoint, because a run can add adapters."""
 OTHER_STATE = "the checkpoint is intact, so keep it: resume with the model, adapters and optimizer that wrote it"
 
 
@@ -354,7 +354,7 @@ def load_weights(folder: Path, held: Held) -> None:
     Raises MachineError if the checkpoint belongs to a different model.
     """
     manifest = read_manifest(folder)
-    quantised = set[str]()  # parts that are in 4 bits in `held` but in full precision in the checkpoint
+    quantised = set[str]()  # parts that are 4-bit in `held` but in full precision in the checkpoint
     for matrix in split_quantised(held.shares)[1]:
         if f"{PREFIX}{matrix.name}" in manifest.tensors:
             full = torch.empty(matrix.full_shape)

@@ -43,7 +43,7 @@ NO_STEP, LARGEST_STEP, NOT_FINITE = 0, 254, 255
 non-finite values."""
 STEPS_OF_AN_OCTAVE = 8
 TOO_SMALL = torch.finfo(torch.float32).tiny
-"""A smaller scale counts as 0, because dividing by it may overflow."""
+"""Scales below this count as 0, because dividing by them may overflow."""
 
 
 class Codec(Protocol):
@@ -142,7 +142,7 @@ class EightBits:
 
 @dataclass(frozen=True)
 class FourBits:
-    """Sixteen levels at the centres of equal steps: -7.5, -6.5 ... 7.5 steps of the block.
+    """Sixteen evenly spaced levels: -7.5, -6.5 ... 7.5 times the block's step.
 
     A block's step is at least an eighth of its largest magnitude and at most 2**(1/8) times that. The error of a
     rotated value is at most half a step. A row consists of its largest step in fp32, a byte per block for the block's
@@ -240,9 +240,9 @@ def _hadamard(device: torch.device) -> Tensor:
 # Count the bytes that this process has written to its peers, as reported by the kernel for the process's TCP sockets.
 #
 # gloo carries every collective of a CPU run over TCP, even between ranks of one node. For each connection, the kernel
-# counts the bytes sent, those retransmitted, and those still waiting in its buffer (`TCP_INFO`, linux/tcp.h): first -
-# second + third is the number of bytes written to the connection, without TCP and IP headers. NCCL's traffic does not
-# use these sockets, so nothing is counted in a run on GPUs.
+# counts the bytes sent, those retransmitted, and those still waiting in its buffer (`TCP_INFO`, linux/tcp.h): the first
+# minus the second plus the third is the number of bytes written to the connection, without TCP and IP headers. NCCL's
+# traffic does not use these sockets, so nothing is counted in a run on GPUs.
 
 
 NOT_SENT_OFFSET, SENT_OFFSET, RETRANSMITTED_OFFSET, INFO_BYTES = 144, 200, 208, 216
@@ -258,13 +258,13 @@ Connection = tuple[int, int]
 
 @dataclass
 class WireMeter:
-    """Divides the written bytes by purpose; `other` is the remainder. Connections are read through their descriptors
-    and never kept open, because a peer must notice when gloo closes one."""
+    """Breaks down the written bytes by purpose; `other` is the remainder. Connections are read through their
+    descriptors and never kept open, because a peer must notice when gloo closes one."""
 
     counted: Counter[str] = field(default_factory=Counter)
     _written: dict[Connection, int] = field(default_factory=dict)
     _reserved: dict[Connection, str] = field(default_factory=dict)
-    """Connections whose bytes all count for the same purpose, by connection."""
+    """Maps each connection whose bytes all count for one purpose to that purpose."""
 
     def find_connections(self) -> None:
         """Find connections that have been opened or closed. The bytes that new connections have written so far count as

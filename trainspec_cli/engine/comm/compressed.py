@@ -5,8 +5,8 @@ fp32, in rank order with its own row last, so that results are bitwise reproduci
 encoded and gathered in the same way (ZeRO++, arXiv:2306.10209).
 
 Each rank adds its encoding errors to its later gradients (error feedback). If e is the error that has not been sent
-yet, q = Q(g + a e) is sent, and e becomes e + g - q. After any number of steps, the sum of everything sent plus e is
-the sum of all gradients, and e is at most 1 / a times the error of one encoding. If the errors of encodings are
+yet, q = Q(g + a e) is sent, and e becomes e + g - q. After any number of steps, the sum of everything sent plus e
+equals the sum of all gradients, and e is at most 1 / a times the error of one encoding. If the errors of encodings are
 independent and have the mean square v, the mean square of q - g is v (1 + a / (2 - a)): 2 v if all of e is sent at
 once, and slightly more than v if a is small. In Adam, this error increases the second moment, so updates become
 smaller.
@@ -36,7 +36,7 @@ ALIGNED = 2048
 
 
 class RowExchange(Protocol):
-    """Swaps and gathers byte buffers between the ranks of a group."""
+    """All-to-all and all-gather of byte buffers between the ranks of a group."""
 
     @property
     def size(self) -> int: ...
@@ -131,7 +131,7 @@ class CompressedSum:
     """The error feedback; None for formats with a negligible error."""
 
     def reduce_scatter(self, x_RN: Tensor, wire: RowExchange) -> Tensor:
-        """Return this rank's row summed over the ranks, (N,) in fp32. `x_RN` contains a row for each rank."""
+        """Return the sum of this rank's row over the ranks, (N,) in fp32. `x_RN` contains a row for each rank."""
         return self._sum_rows(x_RN.reshape(-1), x_RN.shape[1], wire)
 
     def all_reduce_(self, x: Tensor, wire: RowExchange) -> None:

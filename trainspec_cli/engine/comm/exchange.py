@@ -47,7 +47,7 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup, **op
     """Sum `whole`, which contains a row for each rank, over the ranks. Each rank gets the sum of its own row in
     `output`.
 
-    On gloo, the ranks swap rows, and each sums its row in fp32, in rank order. gloo's own reduce-scatter is an
+    On gloo, the ranks exchange rows, and each sums its row in fp32, in rank order. gloo's own reduce-scatter is an
     all-reduce that sends twice the bytes and sums in an order that depends on a value's position in the message.
     """
     if is_on_gloo(group):
@@ -104,7 +104,7 @@ def _sum_by_rows(x: Tensor, group: dist.ProcessGroup, beyond: Sequence[dist.Proc
     reduce_scatter(own, whole, group=group)
     if beyond:
         sum_in_tiers(own, beyond)
-    if is_on_gloo(group):  # the swap takes one step; gloo's gather forwards rows from rank to rank
+    if is_on_gloo(group):  # exchanging rows takes one step; gloo's gather forwards them from rank to rank
         swap_rows(whole.view(group.size(), -1), own.view(1, -1).expand(group.size(), -1), group)
     else:
         all_gather(whole, own, group=group)
@@ -142,13 +142,13 @@ def start_swap(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) -
 
 @dataclass(frozen=True)
 class Tiers:
-    """A group whose ranks are below several elements (such as switches) of the network's tiers, the same number below
-    each. Sums are first computed within an element, so that each rank exchanges only its part with other elements
-    (Thakur et al. 2005 in each tier). The order of summation differs from that of one all-reduce over all ranks."""
+    """A group whose ranks are spread evenly over several elements (such as switches) of the network's tiers. Sums are
+    first computed within an element, so that each rank exchanges only its part with other elements (Thakur et al. 2005
+    in each tier). The order of summation differs from that of one all-reduce over all ranks."""
 
     levels: tuple[dist.ProcessGroup, ...]
     """This rank's process groups, innermost first: the ranks below the same element and then, for each tier, the ranks
-    at the same position below the elements of the tier beneath."""
+    at the same position within the elements of the tier below."""
 
     def sum_(self, x: Tensor) -> None:
         """Sum over all ranks, in place; `x` is contiguous."""
@@ -197,8 +197,8 @@ class Peers:
         return x
 
     def gather_sequence(self, x_BSD: Tensor) -> Tensor:
-        """Gather (B, S / n, D) into (B, S, D). The result is contiguous; otherwise every matrix product in a region
-        would save a separate copy."""
+        """Gather (B, S / n, D) into (B, S, D). The result is contiguous; otherwise every matmul in a region would save
+        a separate copy."""
         return self.start_gather(x_BSD, at_once=True)[1]()
 
     def scatter_sum(self, x_BSD: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class Peers:
         return self.start_scatter(x_BSD, at_once=True)[0]
 
     def start_gather(self, x_BSD: Tensor, *, at_once: bool = False) -> Started:
-        """Start `gather_sequence`, and if `at_once`, wait for its end."""
+        """Start `gather_sequence`; with `at_once`, also wait until it is complete."""
         mine_SBD = x_BSD.transpose(0, 1).contiguous()
         all_SBD = mine_SBD.new_empty((mine_SBD.shape[0] * self.size, *mine_SBD.shape[1:]))
         end = self._start(
@@ -223,7 +223,7 @@ class Peers:
         return whole_BSD, finish
 
     def start_scatter(self, x_BSD: Tensor, *, at_once: bool = False) -> Started:
-        """Start `scatter_sum`, and if `at_once`, wait for its end."""
+        """Start `scatter_sum`; with `at_once`, also wait until it is complete."""
         whole_SBD = x_BSD.transpose(0, 1).contiguous()
         mine_SBD = whole_SBD.new_empty((whole_SBD.shape[0] // self.size, *whole_SBD.shape[1:]))
         end = self._start(
@@ -240,7 +240,7 @@ class Peers:
         return mine_BSD, finish
 
     def start_sum(self, x: Tensor) -> Started:
-        """Start to sum a copy of the tensor over the ranks."""
+        """Start summing a copy of the tensor over the ranks."""
         total = x.clone()
 
         def begin() -> Wait:
@@ -258,7 +258,7 @@ class Peers:
         return total, finish
 
     def _start(self, sent: float, begin: Callable[[], Wait], at_once: bool) -> Wait:
-        """Return a function that waits for the end of an exchange."""
+        """Return a function that waits until an exchange is complete."""
         with self.time(sent) as has_to_end:
             wait = begin()
             if has_to_end or at_once:

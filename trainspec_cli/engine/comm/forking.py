@@ -172,7 +172,7 @@ class Background:
     ):
         """`note` is called with the times at which each task began and ended, on the host's clock. `start` waits while
         `most_waiting` tasks have not begun; 0 means that it never waits. `give_up` is called if the main thread has not
-        received an error after `UNHEARD_S`, because it may be waiting for other ranks, which in turn wait for a task
+        picked up an error after `UNHEARD_S`, because it may be waiting for other ranks, which in turn wait for a task
         that was not run."""
         self._device = device
         self._note = note

@@ -65,8 +65,8 @@ def leave_processes() -> NoReturn:
 
     Gloo's threads need the interpreter lock to release the tensors of finished work. A thread that requests it during
     finalisation aborts the process (pytorch/pytorch#179291), and the run would appear to fail at its very end.
-    Destroying the groups stops only the threads of groups without references. Wait for the accelerator first, which may
-    still be sending data to another rank.
+    Destroying the groups stops only the threads of groups without references. Wait for the accelerator first, because
+    it may still be sending data to another rank.
     """
     if started_kind() is not None:
         torch.accelerator.synchronize()
@@ -233,7 +233,7 @@ class RendezvousStore(dist.Store):
         """Return the value in the server's answer, which must have the type `kind`."""
         value = self._answer(request, ANSWER_TIMEOUT_S)["value"]
         if not isinstance(value, kind):
-            raise dist.DistNetworkError(f"the job's rendezvous server answered {value!r}, no {kind.__name__}")
+            raise dist.DistNetworkError(f"the job's rendezvous server answered {value!r}, not {kind.__name__}")
         return value
 
     def _answer(self, request: messages.KeyRequest | messages.WaitRequest, timeout_s: float) -> JsonObject:

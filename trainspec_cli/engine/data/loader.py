@@ -195,9 +195,9 @@ class BatchReader:
         self._ahead: deque[tuple[OwnSamples, Future[Slot]]] = deque()
 
     def take(self, wanted: OwnSamples, following: Iterable[OwnSamples]) -> list[MicroBatch]:
-        """Return the micro-batches of `wanted`, valid until the next call, and start to read those that may follow.
+        """Return the micro-batches of `wanted`, valid until the next call, and start prefetching those that may follow.
 
-        `following`: the expected samples of the next steps, `PREFETCHED_STEPS` at most.
+        `following`: the expected samples of at most the next `PREFETCHED_STEPS` steps.
         """
         if not self._ahead or self._ahead[0][0] != wanted:
             self.forget()
@@ -297,7 +297,7 @@ def total(losses: Sequence[HeldoutLoss]) -> HeldoutLoss:
 
 
 def heldout_batches(rows: Rows, batch_size: int, rank: int, num_ranks: int) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-batches. The last batches are padded with rows that do not count."""
+    """Yield this rank's micro-batches. The last batches are padded with rows that do not count in the loss."""
     for turn in range(math.ceil(len(rows) / (batch_size * num_ranks))):
         first = (turn * num_ranks + rank) * batch_size
         read = [rows.read(index) for index in range(first, min(first + batch_size, len(rows)))]

@@ -128,7 +128,7 @@ class CrossGroupComm:
         if backend in (
             "nccl",
             "xccl",
-        ):  # connect now and not in the first exchange, so that a lost peer is detected here
+        ):  # connect now rather than in the first exchange, so that a lost peer is detected here
             self._own.eager_connect_single_device(device)
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class CrossGroupComm:
                 looked_s = now_s
                 if not all(map(is_established, self._peers)):
                     self.close()
-                    raise RuntimeError("a replica group has closed its connection in an exchange on the devices")
+                    raise RuntimeError("a replica group has closed its connection during an exchange between devices")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self._host_group()  # aborted work counts as completed
@@ -330,7 +330,7 @@ class GradientPackets:
 
     def begin(self, exchanges: int) -> None:
         """Begin a step in which each gradient is exchanged `exchanges` times within the group. If 0, packets are held
-        back until `finish`."""
+        back until `finish` is called."""
         self._beside.wait()  # exchanges of an abandoned step may still arrive
         self._next = 0
         self._left = {id(share): exchanges for packet in self._packets for share in packet.shares if exchanges}

@@ -97,8 +97,8 @@ class Membership:
         """True if any rank of this group had an error before the last vote."""
         self._name = broadcast_json(f"{own.group:05d}:{uuid.uuid4()}", str)
         self._client: QuorumClient | None = None
-        """Rank 0's connection to the server, opened by the first `agree`. From then on, the other groups wait for this
-        group, so slow work must be done earlier."""
+        """Rank 0's connection to the server, opened by the first call of `agree`. From then on, the other groups wait
+        for this group, so slow work must be done earlier."""
 
     def agree(self, step: int) -> Participation:
         """Wait for the quorum and connect to its groups. Heal from a group that has made more updates than `step`."""
@@ -214,7 +214,7 @@ class Membership:
 
 
 class QuorumClient:
-    """Sends heartbeats from a separate thread until `close`."""
+    """Sends heartbeats from a separate thread until `close` is called."""
 
     def __init__(self, name: str, connect: Callable[[], JsonClient]):
         """`name`: this start's unique name. `connect` is called again if the server restarts."""

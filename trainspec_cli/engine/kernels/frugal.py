@@ -1,6 +1,6 @@
 """Kernels that save less data for the backward pass than the defaults.
 
-Shapes: B samples, S tokens per sample, H heads, E rotated size; D the normalised size, the last dim of x.
+Shapes: B samples, S tokens per sample, H heads, E rotary dimension; D the normalised size, the last dim of x.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
-    """Normalise by RMS (arXiv:1910.07467), and save x and one number per row; see `models.layers.rms_norm`."""
+    """Normalise by RMS (arXiv:1910.07467), saving only x and one number per row; see `models.layers.rms_norm`."""
     return _FrugalRmsNorm.apply(x, weight_D, eps)
 
 

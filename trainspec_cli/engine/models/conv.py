@@ -124,8 +124,8 @@ CONV_UP: dict[int, type[nn.ConvTranspose2d | nn.ConvTranspose3d]] = {2: nn.ConvT
 
 
 class ConvNormRelu(nn.Module):
-    """A convolution of width 3, normalised by the statistics of each sample and channel (computed in fp32, in the
-    kernel)."""
+    """A convolution with kernel size 3, normalised by the statistics of each sample and channel (computed in fp32, in
+    the kernel)."""
 
     def __init__(self, channels_in: int, channels: int, dims: int, stride: int = 1):
         super().__init__()
@@ -210,8 +210,8 @@ def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def dice(weights: Tensor, labels: Tensor, smooth: float) -> Tensor:
     """Return 2 |A and B| / (|A| + |B|), averaged over all classes except the background: weights (B, K, ...) -> (B,).
 
-    A class that is neither present nor predicted counts as 1. `smooth` voxels are added to both terms to keep the
-    gradient finite.
+    A class that is neither present nor predicted counts as 1. `smooth` voxels are added to numerator and denominator to
+    keep the gradient finite.
     """
     wanted = F.one_hot(labels, weights.shape[1]).movedim(-1, 1)
     weights, wanted = weights[:, 1:].flatten(2), wanted[:, 1:].flatten(2).to(weights.dtype)

@@ -1,12 +1,12 @@
-"""Cross-entropy of a linear head that never holds the full logits.
+"""Cross-entropy of a linear head that never materialises the full logits.
 
 For a few thousand tokens, the logits can take more memory than the model. Here they exist for one chunk of tokens at a
 time: the forward pass computes each chunk's loss and, while its logits exist, also the gradients (d logits = softmax -
 one_hot), so the backward pass only scales them. The idea is from Liger Kernel (arXiv:2410.10989).
 
-Chunks are small because the softmax is in fp32. The products with d logits are computed for groups of chunks, because
-adding each product to the weight's fp32 gradient moves 10 bytes per weight. In that time an H100 computes 2,000 FLOPs,
-while the products of a chunk of 261 tokens (for a vocabulary of 128k) take only 6 x 261 FLOPs per weight.
+Chunks are small because the softmax is in fp32. The matmuls with d logits are computed for groups of chunks, because
+adding each result to the weight's fp32 gradient moves 10 bytes per weight. In that time an H100 computes 2,000 FLOPs,
+while the matmuls of a chunk of 261 tokens (for a vocabulary of 128k) take only 6 x 261 FLOPs per weight.
 
 Shapes: T tokens, D hidden size, V vocabulary, C tokens of one chunk, G tokens of one group.
 """
@@ -34,7 +34,7 @@ class ChunkCrossEntropy(nn.Module):
         index_C1 = targets_C.clamp_min(0)[:, None]
         if not torch.compiler.is_compiling():
             # The computation below, in place, for runs without a compiler that fuses it. 1024 x 4096 logits take 7 ms
-            # on a CPU core this way, and 21 ms operation by operation.
+            # on a CPU core this way, and 21 ms one operation at a time.
             dtype = torch.promote_types(logits_CV.dtype, torch.float32)
             log_softmax_CV = logits_CV.log_softmax(dim=-1, dtype=dtype)
             loss_C = -log_softmax_CV.gather(1, index_C1)[:, 0]
@@ -70,7 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets_T), group_tokens):
             x_GD = x_TD[start : start + group_tokens]
             targets_G = targets_T[start : start + group_tokens]
-            # One product for the group, because with only 256 tokens, reading the weights takes as long as multiplying.
+            # One matmul for the group, because with only 256 tokens, reading the weights takes as long as multiplying.
             logits_GV = x_GD @ weight_VD.T
             for first in range(0, len(x_GD), chunk_tokens):
                 last = first + chunk_tokens
@@ -84,7 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dweight_VD.addmm_(dlogits_GV.T, x_GD)
             elif dweight_VD is not None:
                 dweight_VD += dlogits_GV.T @ x_GD
-            del logits_GV, dlogits_GV  # otherwise these logits and the next group's would be in memory together
+            del logits_GV, dlogits_GV  # otherwise these logits and the next group's would be in memory at once
         if trains_weight and dweight_VD is None:  # there were no tokens
             dweight_VD = torch.zeros_like(weight_VD, dtype=wide)
         ctx.save_for_backward(dx_TD, dweight_VD)
@@ -96,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx_TD, dweight_VD = ctx.saved_tensors
         scaled_VD = None
         if dweight_VD is not None:
-            # Round while writing. With a large vocabulary, an fp32 product would be the largest tensor of a step.
+            # Round while writing. With a large vocabulary, an fp32 result would be the largest tensor of a step.
             scaled_VD = torch.empty_like(dweight_VD, dtype=ctx.weight_dtype)
             torch.mul(dweight_VD, scale, out=scaled_VD)
         return None, dx_TD * scale.to(dx_TD.dtype), scaled_VD, None, None

@@ -1,6 +1,6 @@
 """A Llama-style decoder, dense or with experts.
 
-Shapes: B samples, S tokens per sample, D hidden size, E rotated size of a head.
+Shapes: B samples, S tokens per sample, D hidden size, E rotary dimension of a head.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mixture of experts instead of a feed-forward layer: the router, with load balancing, and routed and shared experts.
 
-Routed tokens are sorted by expert, processed by one grouped matrix product, and returned to their original order.
+Routed tokens are sorted by expert, processed by one grouped matmul, and returned to their original order.
 
 Shapes: B samples, S tokens per sample, T tokens, K experts per token, E experts, M copies of tokens sorted by expert, D
 hidden size, F expert width.
@@ -89,7 +89,7 @@ _grouped_mm_eagerly = torch.compiler.disable(_grouped_mm)
 
 @torch.compiler.disable
 def matmul_in_turn(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
-    """Compute the same result with one product per expert. The host waits for the counts."""
+    """Compute the same result with one matmul per expert. The host waits for the counts."""
     counts = counts_E.tolist()
     parts = x_MD.split([*counts, len(x_MD) - sum(counts)])
     return torch.cat([part @ weight for part, weight in zip(parts, [*weight_EDF, weight_EDF[0]], strict=True)])
@@ -129,7 +129,7 @@ class Experts(GatedActivation):
         return self._without_dropped(y_MD, counts_E)
 
     def _inner(self, x_MF: Tensor) -> Tensor:
-        """Apply the activation. On return, before the second product, both halves are freed unless the backward pass
+        """Apply the activation. On return, before the second matmul, both halves are freed unless the backward pass
         needs them."""
         gate_MF, up_MF = x_MF.chunk(2, dim=-1) if self.gated else (None, x_MF)
         return self.activate(gate_MF, up_MF)
@@ -161,10 +161,11 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: x.softmax(
 class Router(nn.Module):
     """Scores all experts and chooses the best ones.
 
-    Balancing without a loss (arXiv:2408.15664): `balance_bias_E` is added to the scores for the choice only, and
-    `update_balance` adjusts it after each step. Balancing with a loss (DeepSeek-V3, arXiv:2412.19437, eq. 17-20, for
-    the chosen experts): the gradient of the loss is added in the backward pass. The loss of a sequence is weighted by
-    its number of tokens, so that with `loss_scale` = 1 / global tokens the coefficient applies to the mean over tokens.
+    Balancing without an auxiliary loss (arXiv:2408.15664): `balance_bias_E` is added to the scores for the choice only,
+    and `update_balance` adjusts it after each step. Balancing with an auxiliary loss (DeepSeek-V3, arXiv:2412.19437,
+    eq. 17-20, for the chosen experts): the gradient of the loss is added in the backward pass. The loss of a sequence
+    is weighted by its number of tokens, so that with `loss_scale` = 1 / global tokens the coefficient applies to the
+    mean over tokens.
     """
 
     balance_bias_E: Tensor | None

@@ -60,7 +60,7 @@ class GatedActivation(nn.Module):
             gate = gate.clamp(max=self.gate_limit)
             up = up.clamp(-self.gate_limit, self.gate_limit)
             return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-        # Only SwiGLU has other kernels (`recipe/keys/kernels.py`).
+        # Only SwiGLU has alternative kernels (`recipe/keys/kernels.py`).
         return self.swiglu(gate, up) if self.activation is F.silu else self.activation(gate) * up
 
 

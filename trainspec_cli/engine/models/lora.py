@@ -1,5 +1,5 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685), which are trained while the matrices are frozen. The matrices may be
-stored in 4 bits (QLoRA, arXiv:2305.14314) and are then dequantised for each product.
+stored in 4 bits (QLoRA, arXiv:2305.14314) and are then dequantised for each matmul.
 
 Shapes: W (F, D), and its adapter's A (R, D) and B (F, R).
 """
@@ -54,7 +54,7 @@ class QuantisedLinear(nn.Module):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """A matrix product that keeps only the 4-bit weights for the backward pass, which dequantises them again."""
+    """A matmul that keeps only the 4-bit weights for the backward pass, which dequantises them again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, place: Place, *held: Tensor) -> Tensor:

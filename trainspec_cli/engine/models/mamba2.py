@@ -1,8 +1,8 @@
-"""Mamba-2 (arXiv:2405.21060): a linear recurrence over tokens, computed in blocks as matrix products.
+"""Mamba-2 (arXiv:2405.21060): a linear recurrence over tokens, computed in blocks as matmuls.
 
 The state of a head is h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t^T, and its output y_t = h_t c_t. Within a block, this
-equals masked attention of c on b; states are passed from block to block (section 6, listing 1). Decays are computed in
-fp32.
+equals masked attention with queries c and keys b; states are passed from block to block (section 6, listing 1). Decays
+are computed in fp32.
 
 Shapes: B samples, S tokens per sample, D hidden size, I inner size, G groups, R heads per group, H = G x R heads, P
 head size, N state size, C blocks of Q tokens, W convolution taps.
@@ -49,7 +49,7 @@ def _into_blocks(tensor: Tensor, block: int) -> Tensor:
 
 
 def _within_blocks(x: Tensor, decay_log: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return the attention of c on b, scaled by the decay between the two tokens: (B, C, Q, G, R, P)."""
+    """Return the attention of queries c to keys b, scaled by the decay between the two tokens: (B, C, Q, G, R, P)."""
     block = x.shape[2]
     later = torch.ones(block, block, dtype=torch.bool, device=x.device).triu(1)
     decay = (decay_log[..., :, None] - decay_log[..., None, :]).masked_fill(later, -torch.inf).exp()
@@ -92,7 +92,7 @@ class CausalConv(nn.Module):
 
 class Mamba2(nn.Module):
     """The mixer of one layer. Each projection has a separate matrix and convolution, so that heads and groups can be
-    split over ranks. The numbers of heads and groups follow from the matrices."""
+    split over ranks. The numbers of heads and groups follow from the matrices' shapes."""
 
     ssd_scan = staticmethod(selective_scan)
 

@@ -115,7 +115,7 @@ def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the parts of a block that cannot be sharded, saved or moved, with a remedy for each."""
     names = dict(block.named_parameters(remove_duplicate=False))
     if len(names) != len(list(block.parameters())):
-        yield "parameters contain the same one under two names", "use a separate parameter in each place"
+        yield "parameters include the same tensor under two names", "use a separate parameter in each place"
     for name, parameter in names.items():
         if parameter.dtype != torch.float32:
             yield (

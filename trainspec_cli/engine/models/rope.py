@@ -1,6 +1,6 @@
 """Rotary position embeddings (arXiv:2104.09864) and their scaling to longer contexts.
 
-Shapes: B samples, S tokens per sample, H heads, E rotated size.
+Shapes: B samples, S tokens per sample, H heads, E rotary dimension.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ def rope_angles(
     """Return the angles of the pairs (eq. 15): (S, E/2), fp32."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     if scaling is not None:
-        # Divide the frequencies of long waves by the factor, keep those of short waves, and interpolate linearly in
-        # between.
+        # Divide the frequencies of long wavelengths by the factor, keep those of short ones, and interpolate linearly
+        # in between.
         if (
             scaling.kind == "llama3"
-        ):  # Llama 3: the bounds are wavelengths; interpolate in the number of turns within the original length
+        ):  # Llama 3: the bounds are wavelengths; interpolate in the number of rotations within the original length
             turns = scaling.original_seq_len * frequencies / (2 * math.pi)
             kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
             kept = kept.clamp(0, 1)
-        else:  # YaRN: the bounds are numbers of turns; interpolate in the frequency's index
+        else:  # YaRN: the bounds are numbers of rotations; interpolate in the frequency's index
 
             def index_of(turns: float) -> float:
                 return head_dim * math.log(scaling.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))

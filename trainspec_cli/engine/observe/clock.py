@@ -6,8 +6,8 @@ On an accelerator, the marks are events on the compute stream, read only after t
 events around each wait of that stream show how long an exchange kept it from computing, as in NVIDIA's straggler
 detection (NVRx) and Greyhound (arXiv:2410.12588).
 
-An exchange that overlaps with the computation is not a part: its begin and end are recorded, in another thread on a
-CPU and in another stream on an accelerator, and compared with the parts (`exchange_time`).
+An exchange that overlaps with the computation is not a part: its start and end are recorded, in another thread on a CPU
+and in another stream on an accelerator, and compared with the parts (`exchange_time`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def exchange_time(exchanges: Sequence[Interval], computing: Sequence[Interval]) 
     return going_on_s, both_s - busy_s
 
 
-# The main thread's time on a processor and its time waiting for one, as counted by the kernel (`schedstat`).
+# The main thread's CPU time and the time that it waits for a CPU, as counted by the kernel (`schedstat`).
 
 
 SCHEDULED = "/proc/self/schedstat"
@@ -72,7 +72,7 @@ class ProcessorClock:
             self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def read(self) -> tuple[float, float]:
-        """Return (seconds that the main thread has run, seconds that it was runnable but had no processor)."""
+        """Return (seconds that the main thread has run, seconds that it was runnable but had no CPU)."""
         if self._descriptor < 0:
             return 0.0, 0.0
         ran_ns, queued_ns, _ = os.pread(self._descriptor, LINE_BYTES, 0).split()
@@ -94,7 +94,7 @@ bottleneck."""
 
 
 class QueuedTime(NamedTuple):
-    """Time in a step that the main thread was runnable but had no processor, in seconds."""
+    """Time in a step that the main thread was runnable but had no CPU, in seconds."""
 
     own_s: float
     exposed_s: float
@@ -276,8 +276,8 @@ class Segments:
         return elapsed_s(began, ended), self.unix.of(ended)
 
     def starved_s(self) -> float | None:
-        """Return the time in passes and optimizer that the device waited because the host had not queued enough work.
-        This is the case if the device has nothing left to do at the end of such a part. None on a CPU."""
+        """Return how long the device waited in passes and optimizer because the host had not queued enough work. This
+        is the case if the device has nothing left to do at the end of such a part. None on a CPU."""
         if not self.queued_at:
             return None
         self.wait()

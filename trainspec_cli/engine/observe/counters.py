@@ -1,9 +1,8 @@
 """This process's counters in the operating system and the interpreter, read every few steps, at the end of a step.
 
-The main thread runs the step: the kernel counts its processor time (`schedstat`), how long a quota throttled its
-control group (`cpu.stat`), pages read back from disk, and packet losses on its connections (`TCP_INFO`). The
-interpreter reports garbage collection. A counter that does not exist on this system is 0, or omitted if 0 could be a
-real value.
+The main thread runs the step: the kernel counts its CPU time (`schedstat`), how long a quota throttled its control
+group (`cpu.stat`), its major page faults, and packet losses on its connections (`TCP_INFO`). The interpreter reports
+garbage collection. A counter that does not exist on this system is 0, or omitted if 0 could be a real value.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from trainspec_cli.run.folder.event_types.events import ConnectionCounts, Counte
 from trainspec_cli.run.recovery.watch import WINDOW, slope_per_step, steps_until_full
 
 WINDOW_S = 0.5
-"""The shortest interval between readings. Reading and writing the counters takes a thousandth of it."""
+"""The shortest interval between readings. Reading and writing the counters takes a thousandth of that time."""
 REMEMBERED_STEPS = 8
 CGROUPS = Path("/sys/fs/cgroup")
 PAGE_BYTES = resource.getpagesize()
 
 
 class GarbageClock:
-    """Sums the processor time of garbage collection in this process."""
+    """Sums the CPU time of garbage collection in this process."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -85,7 +84,7 @@ class Counts:
     allocator_retries: int = 0
 
     def since(self, before: Counts) -> Counts:
-        """Return the increase of each counter; 0 if the counter was reset, which can happen when a virtual machine
+        """Return the increase in each counter; 0 if the counter was reset, which can happen when a virtual machine
         migrates."""
         return Counts(**{name: max(0, now - getattr(before, name)) for name, now in vars(self).items()})
 
@@ -130,7 +129,7 @@ class StepCounters:
         starved_s: float | None = None,
         attended: int = 0,
     ) -> CountersEvent | None:
-        """Record a step. Return the counts of the window that ends with this step; None within a window.
+        """Record a step. Return the counts of the window that ends with this step; None if no window ends with it.
 
         `agreement`: the duration of the exchange that ends each step, in seconds, and the Unix time when this rank left
         it. `starved_s`: as in `Segments.starved_s`. `attended`: as in `Traffic.attended`.
@@ -364,14 +363,14 @@ def state_of(connection: Connection) -> ConnectionState | None:
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 PRODUCTS: tuple[Product, ...] = (lambda a, b: a @ b, lambda a, b: a @ b.T, lambda a, b: a.T @ b)
-"""Which operands are transposed in a layer's products, forward and backward. On CPUs the speeds differ, by a factor of
+"""Which operands are transposed in a layer's matmuls, forward and backward. On CPUs their speeds differ, by a factor of
 ten in a format without native support."""
 MATMUL_SIZES = (1024, 2048)
 CHIP_MATMUL_SIZES = (4096, 8192)
 MATMUL_ROUNDS, MATMUL_ROUND_S = 10, 0.02
 """Number of rounds for each size, and minimum duration of a round in seconds. The fastest round counts."""
 MATMUL_LIMIT_S = 1.0
-"""No round begins after this many seconds, and larger sizes are skipped once a product takes longer: a CPU without
+"""No round begins after this many seconds, and larger sizes are skipped once a matmul takes longer: a CPU without
 native bf16 achieves only about 1 GFLOP/s in that format."""
 
 
@@ -388,8 +387,7 @@ def device_name(device: torch.device) -> str:
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Return the best rate of a square matrix multiplication, measured while all ranks of the node measure at the same
-    time."""
+    """Return the best rate of a square matrix multiplication, measured on all ranks of the node at the same time."""
     best = 0.0
     products = PRODUCTS[:1] if on_chip(device) else PRODUCTS
     limits = MATMUL_ROUNDS, MATMUL_ROUND_S, MATMUL_LIMIT_S
@@ -419,9 +417,9 @@ def matmul_flops(
 def quickest_s(
     call: Callable[[], Any], device: torch.device, rounds: int, round_s: float = 0.0, limit_s: float = math.inf
 ) -> float:
-    """Return the seconds per call in the fastest round, after one warm-up call. A round consists of calls for `round_s`
-    seconds, at least one. Taking the fastest round limits the effect of load from other programs. After `limit_s`, no
-    further round begins."""
+    """Return the seconds per call in the fastest round, after one warm-up call. A round repeats the call for `round_s`
+    seconds, but at least once. Taking the fastest round limits the effect of load from other programs. After `limit_s`,
+    no further round begins."""
 
     def reached() -> Mark:
         now = mark(on_gpu=on_chip(device))
@@ -447,14 +445,14 @@ def quickest_s(
 
 def free_bytes(device: torch.device) -> float:
     """Return the memory in bytes that this process may still allocate: on a GPU, all free memory; on a host, this
-    process's part of it."""
+    process's share of it."""
     if on_chip(device):
         return float(device_memory(device).available)
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def device_allocations(device: torch.device) -> int:
-    """Return how often this process has allocated memory from the device's driver; 0 on a CPU."""
+    """Return how many times this process has allocated memory from the device's driver; 0 on a CPU."""
     return allocator_count(device, "num_device_alloc")
 
 
@@ -474,7 +472,7 @@ SETTLING_STEPS = 10
 
 
 class MemoryWatch:
-    """Reads the memory every few steps, so that a window spans the same fraction of a run of any length."""
+    """Reads the memory every few steps, so that a window spans the same fraction of the run, however long it is."""
 
     def __init__(self, device: torch.device, first_step: int, last_step: int):
         self._device = device

@@ -218,7 +218,8 @@ class DeeperLook(threading.Thread):
             self._begun.add(step)
         elif self._is_wanted.is_set():
             self._is_wanted.clear()
-            is_free = not torch.autograd._profiler_enabled()  # the model's code may be using torch's only profiler
+            # torch allows only one profiler, and the model's code may be using it.
+            is_free = not torch.autograd._profiler_enabled()
             self._begun = StepsInView(self._device) if is_free else None
             self._has_begun.set()
 

@@ -2,8 +2,8 @@
 
 In a sampled step, the ranks of an exchange first wait at a barrier. Then all ranks start the transfer at the same time.
 A rank's waiting time shows how much earlier it arrived than the last rank, which waits least. If every rank finished
-with the last byte, no barrier would be needed: the shortest time of any rank would be that of the transfer. But on gloo
-a rank with a slow outgoing link finishes first, because the kernel buffers what it sends.
+only when its last byte had arrived, no barrier would be needed: the shortest time of any rank would be the transfer
+time. But on gloo a rank with a slow outgoing link finishes first, because the kernel buffers what it sends.
 
 On an accelerator, the barrier is an all-reduce of one number in the exchange's stream, and events in that stream
 measure the times. So sampling delays neither the host nor other streams.
@@ -52,8 +52,8 @@ class GroupSample:
 
     @property
     def cost_s(self) -> float:
-        """Return the additional time caused by the sample, in seconds: its barriers, and exchanges that are otherwise
-        hidden."""
+        """Return the additional time caused by the sample, in seconds: its barriers, and exchanges that would otherwise
+        be hidden."""
         if self.meeting is None:
             return 0.0
         transfers_s = sum(elapsed_s(*one.transfer) for one in self.timed) if self.is_hidden else 0.0

@@ -38,7 +38,7 @@ DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 SPY_RATE = 100
 SPY_S = 1
 SPY_ENDS_S = 10.0
-"""Time in seconds after its expected end at which py-spy is killed."""
+"""py-spy is killed this many seconds after its expected end."""
 _SPY_FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)")
 
 

@@ -1,4 +1,4 @@
-"""Detect hung steps, in a thread. Each rank reports where it hangs, and one rank ends the run.
+"""Detect hung steps, from a separate thread. Each rank reports where it hangs, and one rank ends the run.
 
 A report holds the Python stack and the last collectives that the rank entered (torch's flight recorder, if enabled by
 TORCH_FR_BUFFER_SIZE). A rank cannot report if it is stopped, or stuck in native code that holds the interpreter lock;
@@ -84,7 +84,7 @@ class StepWatch(threading.Thread):
         self._step = 0
         self._last_beat = time.monotonic()
         self._fresh = True
-        """True if the time since `_last_beat` is not a step's duration, so the deadline must not follow it."""
+        """True if the time since `_last_beat` is not a step's duration, so the deadline must not be derived from it."""
         self._deadline_s = self._first_s
         self._stall_s = math.inf
         self._note_s = NOTE_S

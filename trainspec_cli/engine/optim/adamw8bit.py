@@ -43,8 +43,8 @@ def row_dim(shape: torch.Size) -> int:
 def dynamic_map(device: torch.device, *, signed: bool) -> Tensor:
     """Return the 256 values of the 8-bit dynamic tree, in order (arXiv:2110.02861, section 1.3).
 
-    Each power of ten from 1e-7 to 1 has twice as many evenly spaced values as the one below. Which of these values is
-    meant follows from the code's bits after the exponent, of which unsigned maps have one more. 0 and 1 are added.
+    Each power of ten from 1e-7 to 1 has twice as many evenly spaced values as the one below. The code's bits after the
+    exponent select one of these values; unsigned maps have one more such bit. 0 and 1 are added.
     """
     values = [0.0, 1.0]
     for exponent in range(EXPONENTS):

@@ -24,7 +24,7 @@ from trainspec_cli.recipe.keys.training import OptimSpec
 
 
 def fused(groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    """Return AdamW that updates all parameters in one kernel, which includes clipping and the guard
+    """Return an AdamW optimizer that updates all parameters in one kernel, which includes clipping and the guard
     (`guarded_update`)."""
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
@@ -44,7 +44,7 @@ def build_optimizer(
     """Return the recipe's optimizer. Weight decay applies to matrices, but not to norms and biases.
 
     `moment_like` creates a parameter's state, given a tensor with its shape and dtype. `time` is the timer of the
-    update's exchanges. `compute` is the format of the run's matrix products, including Muon's.
+    update's exchanges. `compute` is the format of the run's matmuls, including Muon's.
     """
     betas = (optim.beta1, optim.beta2)
     if optim.name in _RULES:
@@ -85,7 +85,7 @@ def parameter_groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
 
 
 _RULES: dict[str, Callable[[Share], bool]] = {"adamw8bit": is_quantised, "muon": is_hidden_matrix}
-"""Maps optimizers with a special rule to the test for the parameters that it trains. AdamW trains all other
+"""Maps each optimizer with a special rule to a function that selects the parameters it trains. AdamW trains all other
 parameters."""
 
 
@@ -103,8 +103,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def squared_norm(shares: Sequence[Share]) -> Tensor:
-    """Return this rank's share of the gradients' squared Euclidean norm (fp64). The shares of all ranks sum to the
-    norm: each part counts once, regardless of how many ranks hold it."""
+    """Return this rank's share of the gradients' squared Euclidean norm (fp64). The shares of all ranks add up to it:
+    each part counts once, regardless of how many ranks hold it."""
     by_copies: dict[int, list[Tensor]] = {}
     for share in shares:
         if share.gradient is not None:

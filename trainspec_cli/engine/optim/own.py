@@ -161,7 +161,8 @@ class OwnOptimizer(torch.optim.Optimizer):
         if grad_scale is not None:
             torch._foreach_div_([one.grad for one in parameters if one.grad is not None], grad_scale)
         for parameter in parameters:
-            # Give the optimizer the saved state, which may have been loaded; no state before the first update.
+            # Give the optimizer the saved state, which may come from a checkpoint; before the first update, there is
+            # none.
             saved = self.state[parameter]
             own = self._inner.state[parameter]
             if saved[STARTED].item():
@@ -250,7 +251,7 @@ def _train(
             if not is_saved:
                 got = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 message = (
-                    f"`{extension.path}`: {extension.text} keeps `{name}`, {got}, of a parameter of "
+                    f"`{extension.path}`: {extension.text} keeps `{name}`, {got}, for a parameter of "
                     f"{tuple(parameter.shape)}; expected tensors of the parameter's shape and single numbers"
                 )
                 raise RecipeError(Problem("unsupported", message, extension.path))

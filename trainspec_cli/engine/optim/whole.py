@@ -23,8 +23,8 @@ from trainspec_cli.engine.shares import Split
 def gather_own(parts: Sequence[Tensor], splits: Sequence[Sequence[Split]], time: TimeCollective) -> list[Tensor]:
     """Return this rank's full matrices, assembled from every rank's `parts`.
 
-    `splits[i]`: how matrix i is split, innermost first; the groups are the same for all matrices. A group's ranks get
-    matrices round robin. Called collectively by all ranks of the groups.
+    `splits[i]`: how matrix i is split, innermost first; the groups are the same for all matrices. Matrices are assigned
+    to a group's ranks round-robin. Called collectively by all ranks of the groups.
     """
     if not splits or not splits[0]:
         return list(parts)

@@ -45,13 +45,13 @@ class UlyssesCore(nn.Module):
         return exchange(self.core(*whole), self._heads_to_sequence, self._sequence_to_heads)
 
     def _sequence_to_heads(self, x_BSHE: Tensor) -> Tensor:
-        """Swap sequence parts for heads: (B, S, H, E) -> (B, n S, H / n, E)."""
+        """Redistribute sequence parts by heads: (B, S, H, E) -> (B, n S, H / n, E)."""
         n, (batch, seq, heads, size) = self.peers.size, x_BSHE.shape
         sent = x_BSHE.view(batch, seq, n, heads // n, size).permute(2, 0, 1, 3, 4).contiguous()
         return self._all_to_all(sent).transpose(0, 1).reshape(batch, n * seq, heads // n, size)
 
     def _heads_to_sequence(self, x_BSHE: Tensor) -> Tensor:
-        """Swap heads for sequence parts: (B, n S, H / n, E) -> (B, S, H, E)."""
+        """Redistribute heads by sequence parts: (B, n S, H / n, E) -> (B, S, H, E)."""
         n, (batch, seq, heads, size) = self.peers.size, x_BSHE.shape
         sent = x_BSHE.reshape(batch, n, seq // n, heads, size).transpose(0, 1).contiguous()
         return self._all_to_all(sent).permute(1, 2, 0, 3, 4).reshape(batch, seq // n, n * heads, size)
@@ -104,12 +104,12 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, peers: Peers, scale: float | None) -> Tensor:
         out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=_precise(q), device=q.device)
         log_total = torch.full(q.shape[:3], -torch.inf, dtype=_precise(q), device=q.device)
-        travelling = torch.stack((k, v))  # one message per turn, which arrives while this turn is computed
+        travelling = torch.stack((k, v))  # one message per step, which arrives during this step's computation
         for turn in range(peers.size):
             coming = _Passage(travelling, peers) if turn < peers.size - 1 else None
             pair = _pair_of(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
             part, part_log = _attend(q, travelling[0], travelling[1], pair, scale)
-            # Merge the pair's attention into the result, both weighted by their fractions of the softmax's total.
+            # Merge the pair's attention into the result, both weighted by their fractions of the softmax's denominator.
             earlier_log = log_total[:, :, pair.queries]
             merged_log = torch.logaddexp(earlier_log, part_log)
             own_out = out[:, :, pair.queries].mul_((earlier_log - merged_log).exp()[..., None])
@@ -308,10 +308,10 @@ def _leave(
 def _overlap_exchanges(model: Any, turns: dict[nn.Module, Turns], cuts: dict[str, Cut]) -> None:
     """Compute the gradients of a region's weights while the gradient of its input is summed over the ranks. If the
     block has a region before this one, one weight gradient is computed while the gradient of that region's output is
-    gathered. The same products are computed, so results are bitwise identical.
+    gathered. The same matmuls are computed, so results are bitwise identical.
 
     Nothing is computed later than the block's backward pass, at the end of which its gradients are reduced. In all
-    regions of a block except the first, the last product is not delayed: it would keep the gathered gradient of the
+    regions of a block except the first, the last matmul is not delayed: it would keep the gathered gradient of the
     output while memory use is highest."""
     names = {module: name for name, module in model.named_modules()}
     for block in model.block_modules():
@@ -339,7 +339,7 @@ class RegionLinear(nn.Linear):
 
     turns: Turns
     turns_before: Turns | None
-    """The turns of the block's previous region, if its exchange is to be hidden."""
+    """The same positions for the block's previous region, if its exchange is to be hidden."""
 
     # A compiler would compute both gradients in one graph, without overlap.
     @torch.compiler.disable

@@ -77,8 +77,8 @@ def apply_data_parallel(
     """Shard `model` (on meta) in place. `experts` that are spread over ranks are sharded over the remaining axes."""
     if expert_shard is not None:
         for number, module in enumerate(experts):
-            # There are few experts. If only the rows of each expert can be divided evenly over the ranks, these are
-            # divided. FSDP2 pads an uneven number only in the first dimension.
+            # FSDP2 pads an uneven number of experts. If only the rows of each expert can be divided evenly over the ranks,
+            # these are divided, because FSDP2 pads only the first dimension.
             even = [
                 all(parameter.shape[dim] % expert_shard.size() == 0 for parameter in module.parameters())
                 for dim in (0, 1)
@@ -221,7 +221,7 @@ class _TimedCollective:
     def __init__(
         self, collective: Any, time_collective: TimeCollective, look: Look | None = None, *, encodes: bool = False
     ):
-        """`encodes`: whether the collective also encodes values, so that its time does not show a link's speed."""
+        """`encodes`: whether the collective also encodes values, so that its time does not reflect a link's speed."""
         self._collective = collective
         self._time_collective = time_collective
         self._look = look
@@ -275,7 +275,7 @@ def keep_parameters(model: FSDPModule, keep: bool) -> None:
 
 def exchange_now(model: Any) -> None:
     """Exchange accumulated gradients after a split pipeline schedule has computed weight gradients later than their
-    backward pass. FSDP2 has no public call for this; torch's pipeline schedules do the same (as of torch 2.13)."""
+    backward pass. FSDP2 has no public API for this; torch's pipeline schedules do the same (as of torch 2.13)."""
     exchange_in_backward(model, True)
     keep_parameters(model, False)
     root = fully_shard.state(model)  # type: ignore[attr-defined]
@@ -307,7 +307,7 @@ def abandon_passes(model: Any) -> None:
                 module.set_custom_reduce_scatter(_NothingToReduce())  # type: ignore[arg-type]
 
 
-# FSDP2's internal records, for which there are no public calls (as of torch 2.13).
+# FSDP2's internal records, for which there is no public API (as of torch 2.13).
 
 
 def _groups_of(module: Any) -> list[Any]:

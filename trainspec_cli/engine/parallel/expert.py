@@ -48,8 +48,8 @@ weights_TK)`, which restores their order."""
 
 
 class SpreadDispatch(nn.Module):
-    """Sorts copies by expert, sends them to the experts' ranks, and sorts the received copies by expert again; the
-    results return the same way."""
+    """Sorts copies by expert, sends them to the experts' ranks, and sorts the received copies by expert again; results
+    are sent back the same way."""
 
     def __init__(self, num_experts: int, peers: Peers, sort: Sort):
         super().__init__()
@@ -104,20 +104,21 @@ def even_splits(counts_nL: Tensor, _came_nL: Tensor, copies: int) -> Splits:
 
 
 # Linear layers that multiply in fp8, using torchao (extra `float8`): inputs and weights are rounded to e4m3, output
-# gradients to e5m2, with one scale per tensor and sums in fp32 (arXiv:2209.05433).
+# gradients to e5m2, with one scale per tensor and accumulation in fp32 (arXiv:2209.05433).
 #
 # The parameters themselves keep their format, so sharding, checkpoints and the optimizer are not affected. A rank's
-# scales are computed from its parts of the tensors. On a CPU, the rounding is exact and the product is computed in
-# fp32, which is correct but slow.
+# scales are computed from its parts of the tensors. On a CPU, the rounding is exact and the matmul is computed in fp32,
+# which is correct but slow.
 
 
 def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
-    """Replace every linear layer of the blocks (on meta) in place. The grouped products of experts, and the head, keep
+    """Replace every linear layer of the blocks (on meta) in place. The grouped matmuls of experts, and the head, keep
     their format."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
-    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)  # fp8 kernels need multiples of 16
+    # fp8 kernels need dimensions that are multiples of 16.
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
     for block in blocks:
         linears = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
         for name, linear in linears:
@@ -127,8 +128,8 @@ def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
 
 # Recompute activations in the backward pass instead of keeping them (arXiv:1604.06174).
 #
-# `full` keeps only a block's input. `selective` keeps the results of matrix products and attention, and repeats the
-# cheap operations: norms, rotations, activation functions, casts.
+# `full` keeps only a block's input. `selective` keeps the results of matmuls and attention, and repeats the cheap
+# operations: norms, rotations, activation functions, casts.
 
 
 _aten = torch.ops.aten

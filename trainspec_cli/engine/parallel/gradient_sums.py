@@ -25,8 +25,8 @@ from trainspec_cli.engine.comm.exchange import Peers, TimeCollective, all_reduce
 from trainspec_cli.engine.comm.forking import Background
 
 MOST_WAITING = 2
-"""Maximum number of buckets that wait while one is being summed. This is enough to keep the link busy, and limits the
-memory of queued gradients."""
+"""Maximum number of buckets that wait while one is being summed. This keeps the link busy, but limits the memory taken
+by queued gradients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,10 +128,11 @@ class GradientSums:
         self._sent.summed.set_result(None)
         self.modules = list[ModuleSums]()
         self.bucket_bytes = 0
-        """A bucket is summed once it has this many bytes. If 0, each module's gradients are summed separately."""
+        """A bucket is summed once it has reached this many bytes. If 0, each module's gradients are summed
+        separately."""
         self.holds_back = False
-        """True if every exchange is awaited immediately, because the step measures the links. An exchange of encoded
-        gradients measures no link and runs as usual."""
+        """True if every exchange is awaited immediately, because the step measures the links. Exchanges of encoded
+        gradients do not measure a link, so they run as usual."""
         self.sizes_bytes = list[int]()
         """Sizes of the gradients summed in the last step, for each module after each backward pass, in order."""
         self.can_join = True

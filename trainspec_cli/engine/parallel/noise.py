@@ -66,7 +66,7 @@ class Columns:
     sizes: tuple[int, ...]
     held: tuple[Held, ...]
     experts: bool
-    """True if these are experts that ep spreads over ranks."""
+    """True if these are experts that are spread over ep."""
 
 
 class NoiseProbe:
@@ -91,7 +91,7 @@ class NoiseProbe:
         self._weights = (0.0, 0.0)
 
     def weigh(self, micro_batch: int | None) -> None:
-        """Set the part that the next exchanged gradients belong to."""
+        """Set which part the gradients exchanged next belong to."""
         if self._parts is not None:
             self._weights = self._parts.weights(micro_batch)
 
@@ -132,9 +132,9 @@ class NoiseProbe:
 
     @torch.no_grad()
     def end(self, *, every_micro_batch: bool, ranks_of_part: int, ranks_of_experts: int) -> None:
-        """Add the values that are known after the last exchange: twins, and this rank's share of the number of parts.
-        `ranks_of_part`: number of ranks that compute a part together. `ranks_of_experts`: the same for an expert's
-        part."""
+        """Add the values that are known only after the last exchange: those of twins, and this rank's share of the
+        number of parts. `ranks_of_part`: number of ranks that compute a part together. `ranks_of_experts`: the same for
+        an expert's part."""
         if self._parts is None:
             return
         if self._twins:

@@ -141,7 +141,7 @@ class Mailbox:
 
 class WeightQueue:
     """The queue of weight gradients that a split schedule computes later. While `holding` is set, the backward pass of
-    a linear layer computes the gradient of its input and puts the product for the weight into the queue."""
+    a linear layer computes the gradient of its input and queues the matmul for the weight."""
 
     def __init__(self) -> None:
         self.holding: list[Callable[[], None]] | None = None
@@ -156,8 +156,8 @@ class WeightQueue:
 
     def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
         # A compiler traces the backward pass together with the forward pass, before anything is delayed, so the
-        # weight's product would always be part of the backward pass. The compiler would also reuse the memory of `x`
-        # and `dout`, which the queue keeps.
+        # weight's matmul would always be part of the backward pass. The compiler would also reuse the memory of `x` and
+        # `dout`, which the queue keeps.
         @torch.compiler.disable
         def forward(x: Tensor) -> Tensor:
             product = _SplitLinear.apply(x, module.weight, self)
@@ -257,8 +257,8 @@ def update_balance(routers: Sequence[Any], peers: Peers) -> None:
 
 
 def neighbours(layout: Layout) -> list[tuple[int, int]]:
-    """Return the pairs of neighbouring pipeline ranks (lower, higher) in the order in which they are timed: first every
-    second pair, since those have no rank in common."""
+    """Return the pairs of neighbouring pipeline ranks (lower, higher) in the order in which they are timed: starting
+    with every second pair, because these have no rank in common."""
     pairs = [(rank, rank + 1) for rank in range(layout.pp - 1)]
     goes_round = 2 < layout.pp < layout.num_stages and layout.rank_of_stage(layout.pp) == 0
     return pairs[::2] + pairs[1::2] + ([(layout.pp - 1, 0)] if goes_round else [])

@@ -44,7 +44,7 @@ from trainspec_cli.run.recovery.reliability import (
 )
 
 MEASURING_STEPS = 3
-"""Interval `auto`: the step time is measured over this number of steps."""
+"""With interval `auto`, the step time is measured over this number of steps."""
 REMEMBERED_STEPS = 50
 
 
@@ -77,8 +77,8 @@ class Checkpoints:
 
     @property
     def _saver(self) -> Saver:
-        """The saver of the current state. A change of layout, which waits until no checkpoint is being written,
-        replaces it, and the ranks agree again on which rank writes which parts."""
+        """The saver of the current state. A change of layout waits until no checkpoint is being written and then
+        replaces the saver; the ranks agree again on which rank writes which parts."""
         state = self._run.state
         if self._made is None or self._made[0] is not state:
             before = self._made
@@ -96,7 +96,7 @@ class Checkpoints:
         restored = load_newest(self._run.run_dir, state.held, state.device, self._memory)
         if restored:
             if len(state.compression.feedbacks) > restored.feedback:
-                lost = "the checkpoint has no compression errors for this layout: error feedback starts from zero"
+                lost = "the checkpoint lacks compression errors for this layout: error feedback starts from zero"
                 self._warn(restored.manifest.step, lost)
             self._cadence.start_at(restored.manifest.step)
             if restored.slot is None:
@@ -142,8 +142,8 @@ class Checkpoints:
         if first is not None and first <= self._run.plan.total_steps:
             self._prepare()
         if self._begun is not None and step > self._begun and not writing:
-            # No rank was writing in that step. So all ranks know that the checkpoint has ended, and handle this at the
-            # same step, without another exchange.
+            # No rank was writing in that step. So all ranks know that the checkpoint has finished, and handle this at
+            # the same step, without another exchange.
             self._begun = None
             finished = self._saver.take_finished()
             assert finished is not None, "no rank is writing"
@@ -303,8 +303,8 @@ class Cadence:
 
     def learn(self, saved: Saved) -> CadenceEvent | None:
         """Choose the interval for `auto`, based on how long the newest checkpoint blocked training and how long it took
-        to write, unless it failed. Return the interval and the reasons for it if it has changed. Called collectively by
-        all ranks; it is based on rank 0's measurements."""
+        to write, unless it failed. If it has changed, return the interval and the reasons for it. Called collectively
+        by all ranks; it is based on rank 0's measurements."""
         if not self._is_auto:
             return None
         own = None if saved.error or dist.get_rank() else to_plain(self._best(saved))

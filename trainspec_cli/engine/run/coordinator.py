@@ -108,7 +108,7 @@ class Coordinator:
         return StepSamples(micro_batches, own, self.division, targets, step_samples=samples, group_samples=samples)
 
     def read(self, step: tuple[int, int], *following: tuple[int, int]) -> tuple[OwnSamples, list[MicroBatch]]:
-        """Read this rank's part of a step, and start to read the steps that will most likely follow. A step is
+        """Read this rank's part of a step, and start prefetching the steps that will most likely follow. A step is
         specified by the position of the group's first sample and the number of samples.
         """
         if self._read_in != self._run.plan.layout:
@@ -149,7 +149,7 @@ class Coordinator:
         return nullcontext()
 
     def leave(self) -> None:
-        """End all exchanges, since no step follows."""
+        """End all exchanges, because no further step follows."""
         self._reader.close()
 
 

@@ -98,8 +98,8 @@ def _next_logits(state: TrainState, context: Sequence[int], seq_len: int) -> Ten
     """Return the logits (V,) of the token after `context`; None on ranks without the last stage or the last token."""
     last = len(context) - 1
     layout = state.mesh.layout
-    # Attention is causal, so padding after the context changes nothing. With 120 different text lengths, every matrix
-    # product would have 120 shapes, and the CPU's library keeps a kernel for each shape: 173 MiB for a Llama with 6M
+    # Attention is causal, so padding after the context changes nothing. With 120 different text lengths, every matmul
+    # would have 120 shapes, and the CPU's math library keeps a kernel for each shape: 173 MiB for a Llama with 6M
     # parameters, more than its training needs. So lengths are powers of two. cp needs the full length, and tp needs
     # parts of equal length.
     length = min(seq_len, max(SHORTEST_CONTEXT, 1 << last.bit_length()))
@@ -166,7 +166,7 @@ class HeldoutWatch:
 
     def note(self, step: int, samples: int, loss: float | None, *, is_last: bool) -> None:
         """Record the evaluation after `step`, when `samples` samples have been trained on."""
-        if step == self._losses.last_step:  # only repeated to complete the result of a run that was killed
+        if step == self._losses.last_step:  # repeated only to complete the result of a run that was killed
             return
         before = self._losses
         self._losses = self._losses.after(step, loss)

@@ -52,7 +52,8 @@ class ReplicaGroups(Coordinator):
         self._own = GroupRank(run.group, dist.get_rank(), dist.get_world_size())
         self._directives = DirectiveLog(run.run_dir, run.journal)
         self.restores_at_start = os.environ[START] == "1"
-        """A returning group heals. It restores a checkpoint only if no group holds the state any more."""
+        """A returning group heals from the others. It restores a checkpoint only if no group holds the state any
+        more."""
         self._has_restored = self.restores_at_start
         self.leads = False
         self._progress = TrainProgress()

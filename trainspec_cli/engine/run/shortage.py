@@ -46,8 +46,8 @@ from trainspec_cli.run.recovery.memory import next_setting, rank_setting, with_r
 
 POLL_S = 0.25
 OTHERS_S, OTHERS_TIMES = 30.0, 10.0
-"""Time limit for the other ranks' pieces: the first number in seconds, plus the second number times the time that this
-rank's piece took."""
+"""Time limit for the other ranks' pieces: a constant in seconds, plus a multiple of the time that this rank's piece
+took."""
 
 
 class Emergency:
@@ -122,11 +122,11 @@ class Emergency:
             self._saved_step = progress.step
 
 
-# Detect running out of memory, and report it to the supervisor with measurements.
+# Detect out-of-memory errors, and report them to the supervisor with measurements.
 
 
 OUT_OF_MEMORY = "out_of_memory"
-"""The error code for running out of memory."""
+"""The error code of out-of-memory errors."""
 _MESSAGES = re.compile(
     r"DefaultCPUAllocator: (can't allocate memory|not enough memory)"
     r"|CUDA(_ERROR| error:) ?(OUT_OF_MEMORY|out of memory)|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
@@ -153,7 +153,7 @@ class PassesOutOfMemory(Exception):  # noqa: N818 - as above
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error means that an allocation failed, on a device or on the host."""
+    """Return whether the error is a failed allocation, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
@@ -218,7 +218,7 @@ def recall_reliefs(plan: Plan, run_dir: RunDir) -> Plan:
 
 
 class MemoryRelief:
-    """Takes steps in one layout, and handles running out of memory. Called collectively by all ranks of the replica
+    """Takes steps in one layout, and handles out-of-memory errors. Called collectively by all ranks of the replica
     group."""
 
     def __init__(self, run: TrainingRun, checkpoints: Checkpoints, watch: StepWatch, limit: Callable[[int], None]):

@@ -41,7 +41,7 @@ class DataSource(Protocol):
     """All methods except `summarise` are called collectively by all ranks."""
 
     staging: Staging
-    """The loader, which holds batches that have been read ahead."""
+    """The loader, which holds the prefetched batches."""
 
     def read(self, own: OwnSamples) -> list[MicroBatch]:
         """Read the samples of `own` as micro-batches, on the host."""

@@ -19,17 +19,17 @@ class SpeedFigures(NamedTuple):
     per_sample_s: float
     noise: float
     change_s: float
-    """The measured time that a change of sample shares costs, in seconds."""
+    """The measured cost of a change of sample shares, in seconds."""
     last_s: float
     """The rank's compute time in its last step, in seconds."""
     waited_s: float
-    """Time that the rank waited for exchanges per micro-batch, in seconds."""
+    """Time per micro-batch that the rank waited for exchanges, in seconds."""
     proposal: float
     """The number of the supervisor's newest proposal, which only rank 0 knows."""
     shown_steps: float = 0.0
-    """Number of steps that have confirmed a change of the rank's speed."""
+    """Number of steps that have confirmed a change in the rank's speed."""
     is_settled: float = 1.0
-    """1 if there were enough steps for small speed differences to count, otherwise 0."""
+    """1 if there were enough steps for small speed differences to be significant, otherwise 0."""
     update_s: float = 0.0
     """Duration of the update, as in `Speed`."""
 
@@ -40,7 +40,7 @@ class LinkFigures(NamedTuple):
     transfers: tuple[Transfer, ...]
     """One entry for each mesh axis and, in a pipeline, another for the backward direction."""
     cost_s: float
-    """The time that the sample cost this rank, in seconds."""
+    """The cost of the sample on this rank, in seconds."""
     step_s: float
     """The step time that the cost is compared with, in seconds."""
 

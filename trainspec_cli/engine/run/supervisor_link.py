@@ -27,7 +27,7 @@ class SupervisorLink:
         self.writes = dist.get_rank() == 0
         self._reported: tuple[object, ...] = ()
         self.links: tuple[MeasuredLink, ...] = ()
-        """Known link speeds in the layout in force, which are reported together with the ranks' speeds."""
+        """Known link speeds in the current layout, which are reported together with the ranks' speeds."""
         self._newest: Proposal | None = None
         self.received = 0
         """The number of the last proposal that the ranks have received."""

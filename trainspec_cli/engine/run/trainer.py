@@ -50,7 +50,7 @@ from trainspec_cli.run.folder.event_types.events import EndEvent, SampleEvent, S
 class Trainer:
     """Trains according to a plan. Every rank runs the same code in lockstep.
 
-    A coordinator handles the difference between one replica group and several.
+    The coordinator handles the differences between one replica group and several.
     """
 
     def __init__(self, run: TrainingRun, source: DataSource, coordinator: Coordinator):
@@ -237,7 +237,7 @@ class Trainer:
         )
 
     def _follow_layout(self, step: int) -> None:
-        """Change the layout if a change is due. No step's time includes the change."""
+        """Change the layout if a change is due. The change is not included in any step's time."""
         decided = self.scheduler.decided_layers
         self.scheduler.decided_layers = None
         proposed = self.scheduler.is_proposed

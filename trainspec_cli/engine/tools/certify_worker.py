@@ -1,4 +1,4 @@
-"""Make the runs that `trainspec certify` evaluates: train plans on samples generated from their seed.
+"""Make the runs that `trainspec certify` evaluates: train plans on samples generated from the plan's seed.
 
 Each run writes gradients.stage*.npz (every parameter's full gradient in the first step or, for a run of the trainer, in
 the step after the last one), weights.stage*.npz (every full parameter after the last step) and result.json (losses,
@@ -202,7 +202,7 @@ def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Call
 
 
 BUCKET_BYTES = 50_000
-"""A bucket size small enough that even small models move in several buckets, between which a change can be
+"""A bucket size small enough that even small models are moved in several buckets, between which a change can be
 interrupted."""
 
 
@@ -343,7 +343,7 @@ def run_live(
             if taken is None:
                 raise
             plan = with_reliefs(plan, [Relief(error.shortage.failed, taken)])
-        finally:  # close the trainer also after a start that ended early
+        finally:  # also close the trainer after a start that ended early
             trail.losses |= {event.step: event.loss for event in trainer.tally.steps}
             if trainer.unread:
                 trail.losses[trainer.unread.step] = trainer.unread.outcome.loss.item()

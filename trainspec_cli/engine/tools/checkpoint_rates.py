@@ -48,7 +48,7 @@ def run(request: CheckpointRatesRequest) -> CheckpointRates:
 
 
 def forget(folder: Path) -> None:
-    """Ask the system to drop its cache of the files, so that they are read from the disk."""
+    """Ask the system to drop the files from its page cache, so that they are read from the disk."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in (path for path in folder.iterdir() if path.is_file()):

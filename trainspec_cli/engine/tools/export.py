@@ -183,7 +183,7 @@ def write_distributed(tensors: Sequence[OtherTensor], read: ReadTensor, dtype: t
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """A save planner with one item per box. A box is read only when it is written."""
+    """A save planner with one item per box. A box's contents are not read until it is written."""
 
     def __init__(self, boxes: Sequence[WrittenBox], read: ReadTensor, dtype: torch.dtype):
         super().__init__()

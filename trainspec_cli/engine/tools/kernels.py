@@ -57,7 +57,7 @@ class Inputs:
     """Indices of the arguments that need gradients."""
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """Return the same numbers in a different format."""
+        """Return the same values in a different format."""
         found = []
         for argument in self.arguments:
             is_number = isinstance(argument, Tensor) and argument.is_floating_point()
@@ -71,7 +71,7 @@ class Inputs:
 
 
 def make_inputs(op: str, call: Any, dtype: torch.dtype, device: torch.device, chunk: Any = None) -> Inputs:
-    """Make random inputs for a call (`Call`), with numbers similar to those of a run. `chunk`: the module of the linear
+    """Make random inputs for a call (`Call`), with values similar to those of a run. `chunk`: the module of the linear
     cross-entropy for the loss of one chunk."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -153,7 +153,7 @@ def reference(op: str, *arguments: Any) -> Tensor:
         x_MD, weight_EDF, counts_E = arguments
         expert_M = torch.repeat_interleave(torch.arange(len(counts_E), device=x_MD.device), counts_E)
         return torch.cat([x_MD[expert_M == expert] @ weight for expert, weight in enumerate(weight_EDF)])
-    # Attention of c on b, scaled by the decay between the two tokens (arXiv:2405.21060, section 4).
+    # Attention of queries c to keys b, scaled by the decay between the two tokens (arXiv:2405.21060, section 4).
     x_BSHP, dt_BSH, a_H, b_BSGN, c_BSGN = arguments
     heads_a_group = x_BSHP.shape[2] // b_BSGN.shape[2]
     b, c = (states.repeat_interleave(heads_a_group, dim=2) for states in (b_BSGN, c_BSGN))
@@ -314,7 +314,7 @@ used up its budget."""
 TURN_S = 2e-3
 """Calls that take less than this many seconds are repeated for that time within a turn."""
 SUM_ERROR = 8 * torch.finfo(torch.float32).eps
-"""The allowed error of sums. All formats accumulate sums in fp32."""
+"""The allowed error of sums. All formats accumulate in fp32."""
 
 
 @dataclass(frozen=True)

@@ -54,10 +54,10 @@ EMPTY_STEPS = 12
 WARMUP_STEPS = 6
 """Number of initial steps, which allocate memory. Afterwards, the heap hardly grows."""
 REFERENCE_STEPS, CURVES_BETWEEN = 3, 4
-"""Each reference takes this many steps before every group of this many curves. So load that varies during the probe
-affects the references as it affects a run."""
+"""(steps, curves): each reference takes this many steps before every group of that many curves. So load that varies
+during the probe affects the references as it affects a run."""
 LONG_STEP_S = 1.0
-"""A reference whose steps take longer than this, in seconds, runs only a few. That happens in formats that the
+"""A reference whose steps take longer than this, in seconds, runs only a few of them. That happens in formats that the
 processor does not support."""
 
 
@@ -227,7 +227,7 @@ MESSAGE_BYTES = (2**6, 2**16, 2**20, 2**22)
 CALLS = 5
 """Number of times that a collective is called for each size."""
 LONG_S = 0.25
-"""A call that takes longer than this ends its curve, and larger sizes are extrapolated proportionally. A product in a
+"""A call that takes longer than this ends its curve, and larger sizes are extrapolated proportionally. A matmul in a
 format without native support (bf16, about a hundred times slower than fp32) would take minutes."""
 
 Run = Callable[[], Any]
@@ -262,7 +262,7 @@ def longest_s(own_s: float) -> float:
 def measure_passes(
     make_runs: Callable[[int], tuple[Run, ...]], sizes: Sequence[int] = ELEMENTS, bytes_each: int = 8
 ) -> Passes:
-    """Measure curves of both passes. `make_runs` returns the forward and the backward pass for a size."""
+    """Measure the curves of the forward and the backward pass, which `make_runs` returns for a size."""
     return Passes(
         forward=measure_curve(sizes, lambda size: make_runs(size)[0], bytes_each),
         backward=measure_curve(sizes, lambda size: make_runs(size)[1], bytes_each),

@@ -1,5 +1,5 @@
-"""Run one rank's real step of a plan with fake tensors, and record it. Fake tensors have shapes but no memory, and
-collectives use a process group that sends nothing. So a laptop can count the memory and compute of one rank among
+"""Run a plan's step as one rank would, but with fake tensors, and record it. Fake tensors have shapes but no memory,
+and collectives use a process group that sends nothing. So a laptop can count the memory and compute of one rank among
 thousands.
 """
 
@@ -57,7 +57,7 @@ COLLECTIVES = {
 
 
 EXCHANGING_STATE = ("dp_shard", "dp_replicate", "expert_shard", "pp")
-"""Axes whose exchange buffers count as collectives. The exchange buffers of other axes are activations."""
+"""Axes whose exchange buffers count as collectives. The exchange buffers of other axes count as activations."""
 
 
 class Ledger(TorchDispatchMode):
@@ -88,7 +88,7 @@ class Ledger(TorchDispatchMode):
         self._causes: dict[int, str] = {}
         self._births: dict[int, int] = {}
         self._time = self._peak_time = 0
-        """Number of storages created so far, and number at the time of the peak."""
+        """Number of storages created so far, and the number at the time of the peak."""
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
 
     def begin(self) -> None:
@@ -194,7 +194,7 @@ class Ledger(TorchDispatchMode):
             self._peak_time = self._time
 
     def _reserve(self, key: int, size: int) -> None:
-        """Replace the allocator's block for a storage by one with the storage's current size."""
+        """Replace the allocator's block for a storage with one of the storage's current size."""
         if key in self._blocks:
             self.allocator.free(self._blocks.pop(key))
         if size:
@@ -305,8 +305,8 @@ def axes_of_groups(state: TrainState) -> dict[str, str]:
 
 @contextmanager
 def kernels_of(device: str) -> Iterator[None]:
-    """Trace norms as `device` computes them: with one kernel on a GPU, and with several kernels, which save more, on a
-    CPU."""
+    """Trace norms as `device` computes them: with one kernel on a GPU, and with several kernels, which save more
+    tensors, on a CPU."""
     plain = F.rms_norm
     if device != "cpu":
         F.rms_norm = lambda x, _shape, weight=None, eps=None: _FusedNorm.apply(x, weight)  # type: ignore[assignment]
@@ -341,7 +341,7 @@ def traced_micro_batches(plan: Plan) -> tuple[int, ...]:
 
 
 def extrapolate(plan: Plan, counted: dict[int, TraceResult]) -> TraceResult:
-    """Return the totals of a complete step, given the totals for one or two numbers of micro-batches. The traced
+    """Return the totals of a complete step, given those of the traced steps, by number of micro-batches. The traced
     micro-batches already reach the memory peak, except with GPipe, which holds all micro-batches at the same time.
     """
     (longer, second), *others = sorted(counted.items(), reverse=True)
@@ -353,7 +353,7 @@ def extrapolate(plan: Plan, counted: dict[int, TraceResult]) -> TraceResult:
     peak_times = times if grows else 0.0
 
     def each(before: dict[str, float], after: dict[str, float], times: float) -> dict[str, float]:
-        """Extrapolate: add the difference between `after` and `before` this number of times to `after`."""
+        """Extrapolate: `after` plus `times` the difference between `after` and `before`."""
         return {key: value + times * (value - before.get(key, 0.0)) for key, value in after.items()}
 
     return replace(
@@ -377,7 +377,7 @@ def fake_world(rank: int, world_size: int, backends: str = "fake") -> Iterator[N
 
 def even_out(part: Any) -> None:
     """Assign the same number of tokens to every rank, because fake tokens have no values to route by. For the grouped
-    product, torch has shapes only for bf16, so a single product of all rows stands in, which has the same cost."""
+    matmul, torch has shapes only for bf16, so a single matmul of all rows stands in, which has the same cost."""
     for module in part.modules():
         if isinstance(module, Experts):
             module.grouped_matmul = _GroupedProduct.multiply  # type: ignore[method-assign, assignment]
@@ -386,7 +386,7 @@ def even_out(part: Any) -> None:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Has the shapes and FLOPs of a grouped product: every row is multiplied by one matrix."""
+    """Has the shapes and FLOPs of a grouped matmul: every row is multiplied by one matrix."""
 
     @classmethod
     def multiply(cls, x_MD: Tensor, weight_EDF: Tensor, _counts_E: Tensor) -> Tensor:

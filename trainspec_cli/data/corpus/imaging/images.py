@@ -56,7 +56,7 @@ class ImageFolder:
             "train": [file for name, file in zip(names, files, strict=True) if name not in held],
             "heldout": [file for name, file in zip(names, files, strict=True) if name in held],
         }
-        # Import the package here, so that a missing one is reported before the first step and not in the middle of one.
+        # Import the package here, so that a missing package is reported before the first step instead of during one.
         if any(path.suffix != ".npy" for path, _ in files):
             load_reader("PIL", "Pillow", "pictures", "images")
         self._load(files[0][0])
@@ -113,8 +113,8 @@ def list_pictures(folder: Path) -> list[Path]:
 
 
 def load_reader(module: str, package: str, what: str, extra: str) -> Any:
-    """Import an optional package that reads a format. If it is missing, raise MachineError, which states what to type.
-    `extra`: the trainspec extra that installs it."""
+    """Import an optional package that reads a format. If it is missing, raise MachineError with the command that
+    installs it. `extra`: the trainspec extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -155,8 +155,8 @@ def resize(picture: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
 
 
 def weights(extent: int, wanted: int) -> np.ndarray:
-    """Return an array (wanted, extent) with the weight of each old pixel in each new one. The weights form a triangle
-    that is as wide as a new pixel."""
+    """Return an array (wanted, extent) with the weight of each old pixel in each new one. The weights form a triangular
+    filter that is as wide as a new pixel."""
     scale = extent / wanted
     centres = (np.arange(wanted) + 0.5) * scale - 0.5
     distance = np.abs(np.arange(extent)[None, :] - centres[:, None]) / max(1.0, scale)

@@ -22,7 +22,7 @@ SEED = 0
 """The seed is fixed, so that every run gets the same images. They stand in for a data set, and `train.seed` determines
 their order in a run. Another seed would produce another data set with the same statistics."""
 HELDOUT_STREAM = 1
-"""A seed word that separates held-out samples from training samples, regardless of their indices."""
+"""A seed word that keeps held-out samples distinct from training samples of the same index."""
 
 
 class Phantoms:
@@ -56,8 +56,8 @@ class Phantoms:
 
 
 def draw_tissues(generator: np.random.Generator, size: tuple[int, ...], num_classes: int) -> np.ndarray:
-    """Return the labels of a head (1) containing increasingly small organs (2, 3, ...), as int64 of shape `size`; 0 is
-    air."""
+    """Return the labels of a head (1) containing progressively smaller organs (2, 3, ...), as int64 of shape `size`; 0
+    is air."""
     tissues = np.zeros(size, dtype=np.int64)
     head = generator.uniform(0.65, 0.9, len(size))
     tissues[ellipsoid(size, np.zeros(len(size)), head, random_rotation(generator, len(size)))] = 1
@@ -70,8 +70,8 @@ def draw_tissues(generator: np.random.Generator, size: tuple[int, ...], num_clas
 
 
 def draw_lesion(generator: np.random.Generator, size: tuple[int, ...], kind: int) -> np.ndarray:
-    """Return the labels of a head (1) with one lesion. Its shape is a shell for odd kinds and solid for even ones. Each
-    pair of kinds has a different tissue."""
+    """Return the labels of a head (1) with one lesion. The lesion is a shell for odd kinds, and solid for even ones.
+    Each pair of kinds has a different tissue."""
     dims = len(size)
     tissues = np.zeros(size, dtype=np.int64)
     tissues[ellipsoid(size, np.zeros(dims), generator.uniform(0.75, 0.95, dims), np.eye(dims))] = 1

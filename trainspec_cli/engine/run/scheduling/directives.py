@@ -1,5 +1,5 @@
-"""A run's directives: new ones, and those of its earlier starts, which a resumed run follows. They are numbered over
-all starts. Rank 0 records each one before the step that first uses it. Sample shares apply only to the layout in which
+"""A run's directives: new ones, and those of its earlier starts, which a resumed run follows. They are numbered across
+all starts. Rank 0 records each one before the step that first uses it. Sample shares apply only to the layout for which
 they were decided.
 """
 
@@ -49,7 +49,7 @@ class Directives:
                 layout = _layout_of(one) if one.applied else layout
         self._number = len(self._earlier)
         self.layout_number = 0
-        """The number of the directive whose layout is in force; 0 for the plan's layout."""
+        """The number of the directive that set the current layout; 0 for the plan's layout."""
         self.last_pause_s: float | None = None
         """Duration of the last change of layout in this start, in seconds."""
 
@@ -88,7 +88,7 @@ class Directives:
         self.buckets = broadcast_json(found, lambda plain: dict(plain))
 
     def shares_of_layout(self, ranks: int, *, applied: bool) -> list[DirectiveEvent]:
-        """Return the sample shares of `ranks` data-parallel ranks, from directives for the layout in force."""
+        """Return the sample shares of `ranks` data-parallel ranks, from directives for the current layout."""
         given = []
         layout_number = 0
         for one in self._earlier:
@@ -99,12 +99,12 @@ class Directives:
         return given
 
     def due_layout(self, step: int) -> DirectiveEvent | None:
-        """Return the newest layout change that is due after `step` updates and not in force yet."""
+        """Return the newest layout change that is due after `step` updates but not in effect yet."""
         return next((one for one in reversed(self.layouts_ahead) if one.step <= step), None)
 
     @property
     def layouts_ahead(self) -> list[DirectiveEvent]:
-        """Return the layout changes that are not in force yet."""
+        """Return the layout changes that are not in effect yet."""
         return [one for one in self._layouts if one.applied and one.number > self.layout_number]
 
     def has_changed_layout(self, step: int) -> bool:

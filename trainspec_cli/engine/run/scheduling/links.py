@@ -40,8 +40,8 @@ AHEAD, BACK = "pp", "pp back"
 directions."""
 REMEMBERED = 5
 FIRST_WRITTEN, WRITTEN_SAMPLES = 8, 50
-"""Link speeds are recorded after the first number of samples, then after every second number of samples, after a
-change, and at the end."""
+"""(first, interval): link speeds are recorded after `first` samples, then every `interval` samples, after a change, and
+at the end."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class StepLinks:
     """Called collectively by all ranks of the replica group. With `scheduler=off`, nothing is measured."""
 
     def __init__(self, run: TrainingRun, supervisor: SupervisorLink):
-        """Find the links of the layout in force. Each layout needs a new instance. In runs with replica groups, links
+        """Find the links of the current layout. Each layout needs a new instance. In runs with replica groups, links
         are not reported to the supervisor."""
         plan = run.plan
         state = run.state

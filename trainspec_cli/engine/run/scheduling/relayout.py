@@ -36,7 +36,9 @@ from trainspec_cli.run.channel.messages import Proposal
 from trainspec_cli.run.folder.event_types.events import ADVICE, DirectiveEvent
 
 Prepare = Callable[[int, int], None]
-DROPS_LOST = "some compression errors belong to no exchange of this layout: their error feedback starts from zero"
+DROPS_LOST = (
+    "some compression errors do not belong to any exchange of this layout: their error feedback starts from zero"
+)
 
 
 class RelayoutError(Exception):
@@ -99,7 +101,7 @@ class LayoutChanges:
         if proposed is not None and proposed.before == plan.layout:
             asked = proposed.proposal
             wanted.append(DueLayout(asked.planned_from(step), asked.reason, None, asked.before_s, asked.expected_s))
-        if decided is not None:  # keep the layout in force, with a different layer split
+        if decided is not None:  # keep the current layout, with a different layer split
             cut = with_stages(plan.layout, decided.stage_layers)
             sizes = (plan.micro_batch_size, plan.grad_accum_steps)
             planned = PlannedLayout(step, cut, *sizes, plan.largest_micro_batch_size, plan.largest_stage_layers)

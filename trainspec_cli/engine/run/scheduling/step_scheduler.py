@@ -162,7 +162,7 @@ class StepPace:
 MEASURED_STEPS = 5
 """The effect of a directive is measured as the median over this number of steps."""
 SETTLED_STEPS = 10
-"""Number of steps after which sample shares have followed the known speeds in a new layout."""
+"""Number of steps after which sample shares have adapted to the known speeds in a new layout."""
 
 
 @dataclass
@@ -189,8 +189,8 @@ class Effects:
         self._watched: list[Watched] = []
 
     def watch(self, directive: DirectiveEvent) -> None:
-        """Start to measure the effect of a directive, which is in force from the next step. The effect of a new layout
-        is measured once its speeds are known and the sample shares have followed them."""
+        """Start measuring the effect of a directive, which takes effect in the next step. The effect of a new layout is
+        measured once its speeds are known and the sample shares have adapted to them."""
         if directive.kind == "shares":
             before_s = median(list(self._slowest_s)[-CONFIRMING_STEPS:])
             skipped = SKIPPED_STEPS
@@ -230,7 +230,7 @@ class StepScheduler:
     """Called collectively by all ranks of the replica group."""
 
     def __init__(self, run: TrainingRun, directives: Directives, link: SupervisorLink):
-        """Start without speeds, which depend on the layout in force. Runs with replica groups are not resumed
+        """Start without speeds, which depend on the current layout. Runs with replica groups are not resumed
         bit-exactly: their earlier directives are not followed, and their speeds are not reported to the supervisor.
         """
         plan = run.plan
@@ -392,7 +392,7 @@ class StepScheduler:
             )
 
     def watch(self, directive: DirectiveEvent) -> None:
-        """Measure the effect of a directive on the layout that is now in force."""
+        """Measure the effect of a directive that introduced the current layout."""
         self._effects.watch(directive)
 
 
@@ -452,7 +452,7 @@ class StepBuckets:
     gradients separately, or if no two blocks can share a bucket."""
 
     def __init__(self, run: TrainingRun, directives: Directives):
-        """Start to try sizes in the layout in force. Each layout needs a new instance."""
+        """Start trying sizes in the current layout. Each layout needs a new instance."""
         self._run = run
         self._directives = directives
         self._sums = run.state.sums
