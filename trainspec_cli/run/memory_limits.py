@@ -1,4 +1,4 @@
-"""Record the settings that made runs on this machine run out of memory, for later launches.
+"""Record, for later launches, the settings with which runs on this machine ran out of memory.
 
 There is one file per plan in the cache. Its name depends on everything that determines a plan's memory except the
 settings themselves: the machine, the model, the layout, formats and versions."""
@@ -35,7 +35,7 @@ class Learned:
     at: float
     """Unix time in seconds."""
     predicted_bytes: float | None = None
-    """The plan's predicted memory, of the device or of the process."""
+    """The memory that the plan predicts for the device or for the process."""
     used_bytes: int | None = None
     limit_bytes: int | None = None
 

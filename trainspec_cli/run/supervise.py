@@ -156,7 +156,7 @@ class SlowNodes:
             assert plan is not None, "there is a gain"
             name = f"node {node} ({host})" if host else f"node {node}"
             why = (
-                f"{name} computes {gain.pace:.1f} times as long as usual; "
+                f"{name} computes for {gain.pace:.1f} times as long as usual; "
                 f"a step takes {format_duration(gain.before_s)}, "
                 f"and is expected to take {format_duration(gain.expected_s)} without it"
             )
@@ -527,7 +527,7 @@ class Supervisor:
         for path in run.errors_folder.glob("*.json"):
             path.rename(self._job.logs / path.name)
         step = newest_step(read_sound(run.events(0)))
-        # Without a plan, the checkpoints belong to the program, and its next start shows where it continues.
+        # Without a plan, the checkpoints belong to the program; where it resumes is known only when it next starts.
         lost_steps = step - newest_checkpoint(run) if self._plan else None
         events = EventWriter(run.events(0), rank=0)
         events.write(RecoveryEvent(step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps))

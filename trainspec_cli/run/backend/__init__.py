@@ -18,7 +18,7 @@ class RunBackend(Protocol):
 
     @property
     def hub(self) -> Hub | None:
-        """The hub that sends messages to the workers; None if the workers run another program than the engine, because
+        """The hub that sends messages to the workers; None if the workers run a program other than the engine, because
         such workers do not connect to a hub."""
 
     def start(self, group: int, number: int) -> None:

@@ -36,7 +36,7 @@ class RemoteNode:
     hostname: str = ""
     wire: Wire | None = None
     has_left: bool = False
-    """True if the node's agent has exited in an orderly way."""
+    """True if the node's agent has exited cleanly."""
     loss: str = ""
     """Why the node is considered lost."""
     lost_at_s: float = -math.inf

@@ -29,7 +29,7 @@ from trainspec_cli.run.rendezvous.address import Rendezvous
 
 class RunningStart(Protocol):
     """One start of a replica group, on one or several nodes. The start has ended once all of these nodes have reported
-    so."""
+    its end."""
 
     group: int
     number: int

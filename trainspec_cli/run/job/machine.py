@@ -24,7 +24,7 @@ from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.gpus import FoundGpus, find_gpus
 
-# avx512_bf16 alone does not make bf16 faster: converting numbers to bf16 costs more time than the faster products save.
+# avx512_bf16 alone does not make bf16 faster: converting numbers to bf16 costs more time than the faster matmuls save.
 # With it, the quickstart takes 1.5 times the processor time of fp32 (measured on a processor with AMX, with oneDNN
 # limited to AVX512_CORE_BF16).
 BF16_CPU_FLAG = "amx_bf16"

@@ -22,7 +22,7 @@ When a node dies, its agent's connection closes, or is silent for `run.node_time
 reports NodeLost. Here, `_node_lost` orders those groups to be killed. For a single-group run, the loss is recorded
 (errors/nodeNNNNN.json, by `supervise.py`). When no process of a group is left, GroupEnded follows. A single-group run
 ends with exit code 5, and its Slurm job is requeued without the node. With several groups, the others continue, and the
-group waits for its node until that has been away for too long.
+group waits for its node until the node has been away for too long.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ RESTART_WINDOW_S = 3600.0
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 STUCK = 0.9
-"""The other groups must have waited for this fraction of `resilience.exchange_timeout_s`. It is below 1 because clocks
-are read only 10 times per second."""
+"""A group counts as stuck once the others have waited for it for this fraction of `resilience.exchange_timeout_s`. It
+is below 1 because clocks are read only 10 times per second."""
 ANSWER_S = 2.0
 """Time in seconds within which a group retries a failed exchange."""
 

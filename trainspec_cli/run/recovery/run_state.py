@@ -43,8 +43,8 @@ class GroupState(NamedTuple):
     reached_step: int = 0
     """The group's step at its last failure, and the cause of that failure (`GroupEnded.cause`)."""
     is_planned: bool = False
-    """While waiting: True if it ended because memory ran out or to drop a node. Its next start then does not count as a
-    restart after a failure."""
+    """While waiting: True if it ended because memory ran out, or in order to drop a node. Its next start then does not
+    count as a restart after a failure."""
 
 
 class RunState(NamedTuple):

@@ -80,7 +80,7 @@ class SchedulerEvent(Event):
     """Compute time of the slowest rank in a step, including the exchanges of its micro-batches; for a layout change,
     the step time."""
     expected_s: Seconds
-    """The same time as expected after the change. Both times are 0 if the recipe requested the change."""
+    """The expected value of that time after the change. Both times are 0 if the recipe requested the change."""
     group: Count | Absent | None = ABSENT
     """The replica group of the ranks, if there are several groups."""
 
@@ -122,7 +122,7 @@ class AchievedEvent(SchedulerEvent):
 
     type: Literal["achieved"] = "achieved"
     achieved_s: Seconds
-    """The same time, measured after the change."""
+    """The measured value of that time after the change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,8 @@ class BucketTry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketsEvent(Event):
-    """Trials have determined the best bucket size for summing gradients. This is also a line of `directives.jsonl`."""
+    """Trials have determined the best bucket size for summing gradients. This is also recorded in
+    `directives.jsonl`."""
 
     type: Literal["buckets"] = "buckets"
     step: Count
@@ -150,8 +151,8 @@ class BucketsEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEvent(Event):
-    """The run has run out of memory and continues with another setting. This is a directive, and therefore also a line
-    of `directives.jsonl`."""
+    """The run has run out of memory and continues with another setting. This is a directive, so it is also recorded in
+    `directives.jsonl`."""
 
     type: Literal["memory"] = "memory"
     kind: Literal["memory"] = "memory"
@@ -177,7 +178,7 @@ class MemoryEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodesEvent(Event):
-    """A node is dropped from the run, or dropping it is advised. This is a directive, and therefore also a line of
+    """A node is dropped from the run, or dropping it is advised. This is a directive, so it is also recorded in
     `directives.jsonl`."""
 
     type: Literal["nodes"] = "nodes"
@@ -449,7 +450,7 @@ class HangEvent(LateStepEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictEvent(Event):
-    """The cause of a slowdown was found during training. This is also a line of `verdicts.jsonl`."""
+    """The cause of a slowdown was found during training. This is also recorded in `verdicts.jsonl`."""
 
     type: Literal["verdict"] = "verdict"
     step: Count
@@ -626,7 +627,7 @@ class CadenceEvent(Event):
     failures: Count | Absent = ABSENT
     """Number of this run's failures that `mtbf_s` takes into account; absent if there were none."""
     observed_s: Seconds | Absent = ABSENT
-    """Total time that the run had been running when the failures were counted."""
+    """Total running time of the run when the failures were counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -683,7 +684,7 @@ ONE_OF = {
     "step": ("tokens", "samples", "steps"),
     "eval": ("heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
 }
-"""By event type: a group of fields; each event has at least one field of the group."""
+"""Maps an event type to a group of fields; each such event has at least one of them."""
 
 
 @cache
