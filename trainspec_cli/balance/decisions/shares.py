@@ -22,7 +22,7 @@ WORTHWHILE = 0.03
 """Samples are divided unevenly if that saves at least this fraction of the compute time."""
 COST_STEPS = 1.0
 """Upper bound on the cost of changing shares, in multiples of a step's compute time. Prefetched batches must be read
-again, and reading must catch up with the steps."""
+again, and prefetching must get ahead of the steps again."""
 LEAST_COST_STEPS = 0.1
 """Lower bound on the same cost, so that speeds measured over only a few steps do not trigger a change."""
 RANKS_A_STEP = 512

@@ -23,7 +23,7 @@ class SkiRental(Generic[Choice]):
     """Tracks, step by step, the change that is wanted."""
 
     def __init__(self, patience_s: float = 0.0) -> None:
-        """`patience_s`: minimum time of steps, in seconds, before a decision."""
+        """`patience_s`: minimum training time in seconds before a decision."""
         self._patience_s = patience_s
         self._waited_s = 0.0
         self._lost_s = 0.0

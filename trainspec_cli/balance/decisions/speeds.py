@@ -398,7 +398,7 @@ def _usual_s(times_s: Sequence[float], paces: Sequence[float]) -> float:
 ONE_BY_ONE = 0
 """The bucket size that stands for one bucket per block."""
 WARM_STEPS = 3
-"""Number of steps after a start that are not used as trials, because they connect and warm up."""
+"""Number of steps after a start that are not used as trials, because they include connection set-up and warm-up."""
 ROUNDS = 3
 """Number of trials of each size."""
 SPREAD = 4
