@@ -140,8 +140,8 @@ def page_origin() -> PageOrigin:
 
 
 def check_writable(file: Path, option: str) -> None:
-    """Check, before long work, that its result can be written to a file, without changing the file. Raises RecipeError
-    if not."""
+    """Check that a file can be written before long work whose result goes there, without changing the file. Raises
+    RecipeError if not."""
     is_new = not file.exists()
     try:
         file.open("ab").close()
