@@ -65,7 +65,7 @@ def advises_shares(event: DirectiveEvent) -> bool:
 
 def keeps_shares(event: DirectiveEvent) -> bool:
     """Return whether advice on sample shares withdraws earlier advice. A run that only receives advice still has even
-    shares, so advice to keep them is a withdrawal."""
+    shares, so advice to keep them withdraws it."""
     return advises_shares(event) and max(event.counts) - min(event.counts) <= 1
 
 
@@ -156,8 +156,8 @@ def describe_memory(event: MemoryEvent) -> RunChange:
 
 
 def describe_left_out(event: NodesEvent, achieved: NodesAchievedEvent | None = None) -> RunChange:
-    """`step 120: node 3 is dropped: its ranks compute 4.1 times as long as usual; a step took 2.1 s and is expected to
-    take 1.3 s`, followed by the result."""
+    """`step 120: node 3 is dropped: its ranks compute for 4.1 times as long as usual; a step took 2.1 s and is expected
+    to take 1.3 s`, followed by the result."""
     spare = f", node {event.spare} takes its place" if isinstance(event.spare, int) else ""
     if event.applied:
         what = f"node {event.node} is dropped{spare}"
@@ -166,7 +166,7 @@ def describe_left_out(event: NodesEvent, achieved: NodesAchievedEvent | None = N
     before = format_duration(event.before_s)
     expected = format_duration(event.expected_s)
     why = (
-        f"its ranks compute {event.pace:.1f} times as long as usual; "
+        f"its ranks compute for {event.pace:.1f} times as long as usual; "
         f"a step took {before} and is expected to take {expected}"
     )
     if achieved is not None:

@@ -41,8 +41,8 @@ SLOWER = 2.0
 """A user command's steps are reported only if they take at least this many times as long as usual, because a script may
 vary its work per step by design."""
 STEPS_BEFORE = 8
-"""A user command must have completed this many steps before the slow ones, because the first steps compile and fill
-caches."""
+"""A user command must have completed this many steps before the slow ones, because the first steps include compilation
+and fill caches."""
 
 
 def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
@@ -247,8 +247,7 @@ def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return a verdict if steps wait for the rank with the longest samples, and this is another rank from step to
-    step."""
+    """Return a verdict if steps wait for the rank with the longest samples, and that rank differs from step to step."""
     attended = evidence.counter("attended")
     kinds = np.array(evidence.kinds)
     if evidence.ranks < 2 or not np.isfinite(attended).any():
@@ -409,7 +408,7 @@ def _bounds(parts_s: Mapping[str, float], outlook: Outlook) -> Iterator[tuple[st
 LEAST_STEPS = 8
 """With fewer steps than this, only a hang is reported."""
 WARM_STEPS = 2
-"""Number of steps at the start that are ignored, because they compile, connect and allocate."""
+"""Number of steps at the start that are ignored, because they include compilation, connection set-up and allocation."""
 
 EVALUATION_SHARE = 0.2
 """Evaluations that take less than this fraction of the combined time of steps and evaluations are not reported."""
@@ -476,7 +475,7 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
             replace(found, rank=rank, confidence=0.95, evidence=(*found.evidence, *_stack(evidence, rank)))
             for rank in late
         ] or [found]
-    # The first steps compile, connect and allocate, so they are ignored.
+    # The first steps include compilation, connection set-up and allocation, so they are ignored.
     warm = replace(
         evidence,
         steps=evidence.steps[WARM_STEPS:],
@@ -529,7 +528,7 @@ def with_evaluations(
         since_step=evaluations[0][0],
         cost_s=seconds / steps,
         confidence=0.95,
-        evidence=(f"{took}: {seconds / (seconds + steps_s):.0%} of both went into evaluation",),
+        evidence=(f"{took}: {seconds / (seconds + steps_s):.0%} of this time was spent on evaluation",),
         advice=ADVICE["evaluation"],
     )
     return heaviest_first([*verdicts, found])

@@ -42,8 +42,8 @@ TIMEOUTS = 0.5
 segments."""
 LATER_S, LATER = 5e-4, 1.0
 """The latency has grown if it exceeds the usual latency by at least this many seconds and by at least this fraction. A
-link with a delay delays the small exchange by at least half a round trip; by then, the queue of a narrow link has
-drained."""
+link with a delay delays the small exchange by at least half a round trip, whereas the queue of a narrow link has
+drained before that exchange."""
 OF_LARGE = 1 / 3
 """If a delay lengthens the large exchanges by some factor, it lengthens the small exchange by at least this fraction of
 that factor. The factors differ because the usual time of the small exchange also contains waits for other ranks."""
@@ -63,7 +63,7 @@ LONG_STEPS_S = 3.0
 it."""
 
 OUTAGES = 2
-"""A link is blamed for outages only if its connections time out at this many separate places in a run."""
+"""A link is blamed for outages only if its connections time out on this many separate occasions in a run."""
 MOST_STEPS, AT_OUTAGES = 0.5, 0.8
 """Outages are temporary: fewer than this fraction of the steps contain one, and these steps contain at least this
 fraction of the retransmissions."""
@@ -132,8 +132,8 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
     # More outages may follow, unless more than twice the mean interval has passed since the last one.
     goes_on = len(step_s) - 1 - last <= 2 * span.steps / (bouts - 1)
     text = (
-        f"{sum(path.timeouts for path in paths):.0f} time-outs of connections in {bouts} places, most of them between "
-        f"ranks {_names(worst.ranks)}; nothing is lost in between"
+        f"{sum(path.timeouts for path in paths):.0f} time-outs of connections on {bouts} occasions, most of them "
+        f"between ranks {_names(worst.ranks)}; nothing is lost in between"
     )
     return [
         RunVerdict(
@@ -232,8 +232,8 @@ def _latency_s(evidence: RunEvidence, episode: Episode) -> tuple[float, float]:
 def _answers_later(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
     """Return whether the latency has grown by more than the queue of a narrow link could explain."""
     latency_s, usual_s = _latency_s(evidence, episode)
-    # A delay lengthens the small exchange by at least half of the increase in round-trip time; by then, the queue of a
-    # narrow link has drained.
+    # A delay lengthens the small exchange by at least half of the increase in round-trip time, whereas the queue of a
+    # narrow link has drained before that exchange.
     one_way_s = max((path.rtt_s - path.usual_rtt_s for path in paths), default=0.0) / 2
     if not paths:
         # Without connections, compare with the large exchanges of the link samples: a delay lengthens the small

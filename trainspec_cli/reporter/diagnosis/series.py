@@ -27,7 +27,7 @@ SMOOTHED_STEPS = 5
 CONFIRMING_STEPS = 3
 """A series must be above its limit for at least this many steps in a row."""
 CONFIRMING_S = 1.0
-"""It must also be above its limit for at least this many seconds, because shorter load on the machine does not
+"""It must also be above its limit for at least this many seconds, because shorter bursts of load on the machine do not
 matter."""
 GAP_STEPS = 4
 """Two episodes with at most this many steps between them are merged."""
