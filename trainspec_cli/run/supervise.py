@@ -57,7 +57,7 @@ from trainspec_cli.run.signals import StopRequests, on_stop_signal
 
 
 SUPERVISOR = -1
-"""The rank that the supervisor's events state."""
+"""The rank stated in the supervisor's events."""
 MEASURED_STEPS = 5
 """Minimum number of steps for a median step time."""
 REMEMBERED_STEPS = 50

@@ -33,7 +33,7 @@ class RunBackend(Protocol):
         the workers of that group, because its torchrun is gone."""
 
     def kill(self, group: int | None = None) -> tuple[int, ...]:
-        """Kill whatever is left of a group immediately; `poll` reports when that is done. With None: kill everything,
+        """Immediately kill whatever is left of a group; `poll` reports when that is done. With None: kill everything,
         wait until it has ended, release the generation's resources, and return the ids of processes that could not be
         ended."""
 

@@ -126,7 +126,7 @@ class ProcessSilent:
     """A process of a user-defined command whose steps are not counted."""
 
     rank: int | None
-    """The rank that the process's environment states."""
+    """The rank stated in the process's environment."""
     host: str
     pid: int
     command: str

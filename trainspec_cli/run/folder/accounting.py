@@ -321,7 +321,7 @@ def _before_launch(came_from: str, *, is_restarted: bool) -> str:
     return "recovery" if is_restarted else "idle"
 
 
-# Memory shortages: the settings that a run has adopted because of them and uses in its next start.
+# The settings that a run has adopted after out-of-memory failures, and that its next start uses.
 
 
 def read_reliefs(run: RunDir, layout: str) -> list[Relief]:

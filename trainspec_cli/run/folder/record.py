@@ -258,7 +258,7 @@ class WorkerErrorRecord:
     step: Count | None = None
     exit_code: int | None = None
     shortage: Shortage | None = None
-    """The memory shortage."""
+    """The out-of-memory failure, if there was one."""
 
 
 @dataclass(frozen=True, kw_only=True)

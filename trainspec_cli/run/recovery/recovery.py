@@ -11,8 +11,9 @@ with random events. A replica group passes through these phases:
 
 A single-group run keeps its state only in checkpoints. After a failure its workers have a grace period to report, and
 it restarts as a new generation from its newest checkpoint, if a restart promises progress. With several groups, a
-failed one is killed immediately: the others hold the state, continue, and heal it when it returns. After a memory
-shortage the next start uses a setting that needs less memory (`memory.py`); if none is left, the run ends.
+failed one is killed immediately: the others hold the state, continue, and heal it when it returns. After an
+out-of-memory failure, the next start uses a setting that needs less memory (`memory.py`); if none is left, the run
+ends.
 
 A single-group run drops a node that is too slow (`SlowNodes` in `supervise.py`): it writes a checkpoint, exits and
 restarts without the node. A run with several groups keeps its slow nodes and assigns them fewer samples.
@@ -188,8 +189,8 @@ def may_restart(resilience: ResilienceSpec, restarts_s: tuple[float, ...], now_s
 
 
 def pause_s(failures_in_a_row: int) -> float:
-    """Return the pause before the next start: no pause after the first failure since the last step, then it doubles
-    each time."""
+    """Return the pause before the next start: none after the first failure since the last step, then doubling each
+    time."""
     if failures_in_a_row <= 1:
         return 0.0
     return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failures_in_a_row - 2, 30)))
@@ -357,8 +358,8 @@ def _after_failure_of_group(state: RunState, event: GroupEnded) -> Decision:
 
 
 def _less_memory(state: RunState, event: GroupEnded) -> MemorySetting | None:
-    """Return the next setting after a memory shortage; None without a shortage, or if no setting is left. Starts with
-    less memory do not count towards `max_restarts_per_hour`, because each setting is used only once."""
+    """Return the next setting after an out-of-memory failure; None after any other failure, or if no setting is left.
+    Starts with less memory do not count towards `max_restarts_per_hour`, because each setting is used only once."""
     if event.shortage is None or state.resilience.mode == "none":
         return None
     return next_setting(state.memory_ladder, event.shortage.failed, state.groups[event.group].taken)

@@ -107,7 +107,7 @@ class NodePart:
 
 
 class RunningNode(Protocol):
-    """A job's processes on one node. It reports in messages to the hub on each group that it starts."""
+    """A job's processes on one node. It reports on each group that it starts, in messages to the hub."""
 
     def start(self, group: int, number: int) -> None: ...
 
@@ -128,7 +128,7 @@ NameHang = Callable[[tuple[int, ...]], None]
 
 
 class JobKind(Protocol):
-    """The properties in which kinds of multi-node jobs differ. Nodes look up the kind by name."""
+    """What differs between kinds of multi-node jobs. Nodes look up the kind by name."""
 
     @property
     def name(self) -> str: ...
@@ -218,8 +218,8 @@ class NodesBackend:
             with listen(address, port) as found:  # fails early if the port is in use
                 self._port = int(found.getsockname()[1])
         generations.describe(job.run, self._record(worker))
-        # If this process is killed, the groups still need the rendezvous server to agree on their last step. Then a
-        # guard ends it.
+        # If this process is killed, the groups still need the rendezvous server to agree on their last step. After
+        # that, a guard ends it.
         self._guarded = (start_guard(job), Family(job)) if self._num_groups > 1 else None
         environment = {**os.environ, **job.environment}
         del environment[LAUNCH_ID]  # the guard must not end the agents

@@ -128,7 +128,7 @@ class AchievedEvent(SchedulerEvent):
 @dataclass(frozen=True, slots=True)
 class BucketTry:
     bucket_bytes: Count
-    """Bucket size; 0 means that each block's gradients are summed separately."""
+    """Bucket size; 0 means that each block's gradients are reduced separately."""
     waited_s: Seconds
     """Time per step that a rank spent waiting for gradients: the mean over the ranks, then the median over the
     trials."""
@@ -136,7 +136,7 @@ class BucketTry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketsEvent(Event):
-    """Trials have determined the best bucket size for summing gradients. This is also recorded in
+    """Trials have determined the best bucket size for reducing gradients. This is also recorded in
     `directives.jsonl`."""
 
     type: Literal["buckets"] = "buckets"
