@@ -387,7 +387,7 @@ def _usual_s(times_s: Sequence[float], paces: Sequence[float]) -> float:
     return median_low(time_s / pace for time_s, pace in zip(times_s, paces, strict=True))
 
 
-# Find the bucket size for summing gradients, by trying several sizes in a run's first steps.
+# Find the bucket size for reducing gradients, by trying several sizes in a run's first steps.
 #
 # With large buckets, the latency of an exchange is paid once for many gradients, but more of the last exchange is
 # exposed after the backward pass. The optimum is b* = sqrt(S a B), for S bytes, latency a and bandwidth B. The first
