@@ -19,7 +19,7 @@ Sources = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="recipe=NAME key=value|TABLE.csv|RUN...",
-        help="A recipe, to make short runs of; or a table of measured runs; or folders of finished runs.",
+        help="A recipe, for short runs; or a table of measured runs; or folders of finished runs.",
         show_default=False,
     ),
 ]

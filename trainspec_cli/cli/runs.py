@@ -37,7 +37,7 @@ FORSAKEN = (GONE, "done", "stopped", "failed", "killed", "made")
 """Statuses of runs that have no processes and will not start on their own."""
 
 Memory = Annotated[
-    bool, typer.Option("--memory", help="List the copies of state that runs keep in this node's memory instead.")
+    bool, typer.Option("--memory", help="Instead list the copies of state that runs keep in this node's memory.")
 ]
 ClearMemory = Annotated[
     bool,
@@ -47,7 +47,7 @@ ClearMemory = Annotated[
     ),
 ]
 Limits = Annotated[
-    bool, typer.Option("--limits", help="List the settings that exceeded memory on this machine instead.")
+    bool, typer.Option("--limits", help="Instead list the settings that exceeded memory on this machine.")
 ]
 ClearLimits = Annotated[
     bool,
