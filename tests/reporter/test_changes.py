@@ -62,10 +62,10 @@ def test_of_advice_on_shares_the_newest_counts():
 def test_the_size_of_buckets_with_what_the_others_would_cost() -> None:
     tries = (BucketTry(0, 0.009), BucketTry(2**22, 0.003))
     found = BucketsEvent(step=12, layout="dp_shard=2", bucket_bytes=2**22, tries=tries)
-    shown = "gradients are summed in buckets of 4.00 MiB: a step waits 3 ms for them (block by block 9 ms)"
+    shown = "gradients are reduced in buckets of 4.00 MiB: a step waits 3 ms for them (block by block 9 ms)"
     assert describe_event(found) == f"step 12: {shown}"
     kept = replace(found, bucket_bytes=0, group=1)
-    shown = "gradients are summed block by block: a step waits 9 ms for them (in buckets of 4.00 MiB 3 ms)"
+    shown = "gradients are reduced block by block: a step waits 9 ms for them (in buckets of 4.00 MiB 3 ms)"
     assert describe_event(kept) == f"step 12: group 1: {shown}"
 
 

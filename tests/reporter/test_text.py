@@ -204,7 +204,7 @@ def test_a_backtest() -> None:
         "  sources that the planner was fitted to: mean error 12.5%, median 10.0%, bias -5.0%, "
         "nine in ten within x1.00, over 3 rows",
         "  unseen sources: mean error 12.5%, median 10.0%, bias -5.0%, nine in ten within x1.50, over 2 rows",
-        "memory: mean error 6.2%, furthest under -20.0%",
+        "memory: mean error 6.2%, largest underestimate -20.0%",
         "",
         "source                                     rows   mean  median    bias",
         "a paper                                       3   12.5%   10.0%   -5.0%",

@@ -135,8 +135,8 @@ def _axes(layout: Layout | Absent) -> str:
 
 
 def describe_buckets(event: BucketsEvent) -> RunChange:
-    """`step 12: gradients are summed in buckets of 4.00 MiB: a step waits 3 ms for them (block by block 9 ms)`."""
-    taken = f"{_group(event.group)}gradients are summed {_size_of_buckets(event.bucket_bytes)}"
+    """`step 12: gradients are reduced in buckets of 4.00 MiB: a step waits 3 ms for them (block by block 9 ms)`."""
+    taken = f"{_group(event.group)}gradients are reduced {_size_of_buckets(event.bucket_bytes)}"
     waited = {one.bucket_bytes: format_duration(one.waited_s) for one in event.tries}
     chosen = waited.pop(event.bucket_bytes, "?")
     beside = ", ".join(f"{_size_of_buckets(size)} {seconds}" for size, seconds in waited.items())

@@ -311,10 +311,10 @@ class Outlook:
     basis: str
     """The planner's name for the machine, or the reason why the planner cannot model it."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """The time in passes and optimizer by bottleneck, as fractions; empty if the planner does not know it."""
+    """Fractions of the time in passes and optimizer, by bottleneck; empty if the planner does not know them."""
     changes: tuple[PlannedChange, ...] = ()
     exposed: Mapping[str, float] = field(default_factory=lambda: {EXCHANGES: 1.0})
-    """The exposed communication by bottleneck, as fractions, excluding waits for late ranks."""
+    """Fractions of the exposed communication, by bottleneck, excluding waits for late ranks."""
 
     @property
     def is_known(self) -> bool:
@@ -462,7 +462,7 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
             (one.waits_in for rank, one in evidence.stalls.items() if rank not in late and one.waits_in), None
         )
         text = f"step {longest.step} has taken {longest.waited_s:.3g} s; "
-        text += f"the longest one before took {longest.usual_s:.3g} s"
+        text += f"the longest earlier step took {longest.usual_s:.3g} s"
         others = (f"the others wait in {waits_in}",) if waits_in else ()
         found = RunVerdict(
             cause="hang",
