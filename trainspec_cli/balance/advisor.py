@@ -260,5 +260,5 @@ def _is_alike(one: Layout, other: Layout) -> bool:
 
 
 def _layout(layout: Layout | Absent) -> Layout:
-    assert isinstance(layout, Layout), "a change of layout has one"
+    assert isinstance(layout, Layout), "a layout change names a layout"
     return layout

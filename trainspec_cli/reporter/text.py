@@ -210,7 +210,7 @@ def describe_evaluation(event: EvalEvent) -> str:
     for name, value in (("accuracy", event.heldout_accuracy), ("Dice", event.heldout_dice)):
         if not isinstance(value, Absent):
             return f"{name} {_figure(value, 3)}, {_loss(event.heldout_loss)}"
-    assert not isinstance(event.heldout_bits_per_byte, Absent), "an evaluation has one of the three"
+    assert not isinstance(event.heldout_bits_per_byte, Absent), "an evaluation has accuracy, Dice or bits per byte"
     xz = event.xz_bits_per_byte
     beside = "" if xz is None or isinstance(xz, Absent) else f" (xz {xz:.3f})"
     # The results of validation sets follow those of the recipe's held-out text.

@@ -104,7 +104,7 @@ def write_folder(
     plan = read_plan(wanted.run)
     model = plan.spec.model
     config = _config(plan, wanted)
-    assert isinstance(model, DecoderModel), "write_config refuses others"
+    assert isinstance(model, DecoderModel), "write_config rejects other models"
     names: OtherNaming = naming if format_ == "dcp" else format_
     if format_ != "hf":
         other_tensors(model, names)

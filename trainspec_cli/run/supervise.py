@@ -153,7 +153,7 @@ class SlowNodes:
                 return []
             node = self._job.nodes[gain.node]
             host = self.hostnames[gain.node]
-            assert plan is not None, "there is a gain"
+            assert plan is not None, "a gain is known only with a plan"
             name = f"node {node} ({host})" if host else f"node {node}"
             why = (
                 f"{name} computes for {gain.pace:.1f} times as long as usual; "
@@ -179,7 +179,7 @@ class SlowNodes:
         spare = self._spare
         plan = self._plan_without
         gain = self._decided
-        assert gain is not None, "that was decided here"
+        assert gain is not None, "dropping the node was decided here"
         if plan is None:
             self._report(f"no spare node is left: the run restarts with node {node}")
             return self._job, self._plan
@@ -481,7 +481,7 @@ class Supervisor:
                 )
                 directives.close()
             case run_state.LeaveOut(node):
-                assert self._slow_nodes is not None, "it has found the node"
+                assert self._slow_nodes is not None, "the search for slow nodes has found this node"
                 self._job, self._plan = self._slow_nodes.leave_out(node)
             case run_state.Inform(text):
                 self._report(text)

@@ -349,7 +349,7 @@ def trace_plan(plan: Plan) -> TraceResult:
 
 def traced_ranks(plan: Plan) -> list[int]:
     """Return a rank of the first pipeline stage and one of the last, because every stage in between holds less than one
-    of these two. Along cp, the last rank is chosen, because its queries attend to every part of the keys."""
+    of these two. Along cp, the last rank is chosen, because its queries attend to all keys."""
     layout = plan.layout
     per_stage = plan.world_size // layout.pp
     along_cp = (layout.cp - 1) * layout.tp

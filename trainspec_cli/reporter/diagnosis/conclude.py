@@ -53,7 +53,7 @@ def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerd
     common_s = np.partition((times.own_s + times.queued_s) / evidence.shares, middle, axis=1)[:, middle]
     excess_s = common_s - usual(common_s)
     found = find_episodes(excess_s, times.limit(excess_s), times.step_s, COMMON_S)
-    # Merge recurring verdicts into one per cause and place, with the earliest start and the mean cost.
+    # Merge recurring verdicts into one per cause and location, with the earliest start and the mean cost.
     joined: dict[tuple[object, ...], RunVerdict] = {}
     for episode in found:
         if episode.steadiness >= STEADY and (one := _explain_common(evidence, episode, common_s)):
@@ -581,7 +581,7 @@ def _explained(verdicts: list[RunVerdict]) -> list[RunVerdict]:
 
 
 def _joined(verdicts: list[RunVerdict]) -> list[RunVerdict]:
-    """Merge recurring verdicts with the same cause and place."""
+    """Merge recurring verdicts with the same cause and location."""
     joined: dict[tuple[object, ...], RunVerdict] = {}
     for one in sorted(verdicts, key=lambda one: one.since_step):
         known = joined.get(one.place)

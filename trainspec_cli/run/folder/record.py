@@ -158,7 +158,7 @@ def _digest(content: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True)
 class PlanOutline:
-    """The parts of plan.json that can be read regardless of its version; all empty without a plan."""
+    """The parts of plan.json that can be read regardless of its version; all of them are empty without a plan."""
 
     spec: JsonObject = field(default_factory=dict)
     total_steps: int | None = None

@@ -43,7 +43,7 @@ class Job:
     command: tuple[str, ...]
     """torchrun and the workers that it starts."""
     environment: Mapping[str, str]
-    """Variables added to the environment of the command line."""
+    """Variables added to the inherited environment."""
     world_size: int
     stop_grace_s: float
     logs: Path

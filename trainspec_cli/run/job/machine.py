@@ -151,8 +151,8 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def allow_connections(connections: int) -> None:
-    """Raise the limit on open files so that it suffices for this many connections beyond the usual need, as far as the
-    system allows."""
+    """Raise the limit on open files, as far as the system allows, to make room for this many connections in addition to
+    the files that are usually open."""
     wanted = connections + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

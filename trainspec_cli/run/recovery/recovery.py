@@ -10,8 +10,8 @@ with random events. A replica group passes through these phases:
                              +---> gone        it is not restarted
 
 A single-group run keeps its state only in checkpoints. After a failure its workers have a grace period to report, and
-it restarts as a new generation from its newest checkpoint, if a restart promises progress. With several groups, a
-failed one is killed immediately: the others hold the state, continue, and heal it when it returns. After an
+it restarts as a new generation from its newest checkpoint, if a restart is likely to make progress. With several
+groups, a failed one is killed immediately: the others hold the state, continue, and heal it when it returns. After an
 out-of-memory failure, the next start uses a setting that needs less memory (`memory.py`); if none is left, the run
 ends.
 
@@ -367,7 +367,7 @@ def _less_memory(state: RunState, event: GroupEnded) -> MemorySetting | None:
 
 def _take(state: RunState, event: GroupEnded, taken: MemorySetting) -> tuple[RunState, tuple[Action, ...], str]:
     """Let a group wait for its next start with less memory; return the difference, for messages."""
-    assert event.shortage is not None, "its memory ran out"
+    assert event.shortage is not None, "the group ran out of memory"
     state = _change(state, event.group, taken=taken, is_planned=True, failures_in_a_row=0)
     state, _ = _wait(state, event.group)
     words = f"with {taken.describe(event.shortage.failed)}"

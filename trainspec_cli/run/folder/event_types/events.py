@@ -607,7 +607,7 @@ class CheckpointEvent(Event):
     seconds: Seconds
     """Time in seconds that training spent waiting."""
     written_s: Seconds | Absent | None = ABSENT
-    """Time until the checkpoint was complete on disk, while later steps ran."""
+    """Time until the checkpoint was complete on disk; later steps ran in the meantime."""
     waited_s: Seconds | Absent | None = ABSENT
     """Time that the run spent at its end, outside any step, waiting for the last checkpoint."""
 
