@@ -98,9 +98,9 @@ def solve_counts(samples: int, micro_batches: int, speeds: Sequence[Speed], most
 
 
 def solve_in_step(samples: int, micro_batches: int, speeds: Sequence[Speed], largest: int) -> tuple[int, ...]:
-    """Return the number of samples of each rank that keeps the sum of the slowest micro-batches small, if the ranks
-    wait for one another in each micro-batch of at most `largest` samples. The result is optimal in 97 of 100 small
-    cases, and at most 25% above the optimum in the others.
+    """Return the number of samples of each rank that nearly minimises the summed times of the slowest micro-batches, if
+    the ranks wait for one another in each micro-batch of at most `largest` samples. The result is optimal in 97 of 100
+    small cases, and at most 25% above the optimum in the others.
 
     Each rank gets at least one sample if there are enough. Raises ValueError if the micro-batches cannot hold all
     samples."""

@@ -268,8 +268,8 @@ def sampling_interval(costs_s: Sequence[float], step_s: float) -> int:
 
 
 class SampleTimes:
-    """Schedules the samples: immediately after the step duration changes, in quick succession while links are
-    undecided, and otherwise as rarely as their cost requires. The number of additional samples is limited to those
+    """Schedules the samples: immediately after the step duration changes, in quick succession while the speed of a link
+    is unsettled, and otherwise as rarely as their cost requires. The number of additional samples is limited to those
     needed to learn a link, plus one per regular sample. Noise that looks like a change therefore at most doubles the
     cost of sampling."""
 

@@ -18,7 +18,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 FIRST_STEPS = 8
 """Minimum number of steps to learn a rank's first speed; noisy steps require more."""
 SKIPPED_STEPS = 2
-"""Number of steps to skip after a start or a change of sample shares, because they include compiling and warm-up."""
+"""Number of steps to skip after a start or a change of sample shares, because they include compilation and warm-up."""
 CONFIRMING_STEPS = 3
 """Number of consecutive steps that confirm a change."""
 CLEAR_FACTOR = 2.0
@@ -61,8 +61,8 @@ class Speed:
     noise: float = field(default=0.0, compare=False)
     """Relative uncertainty of the speed, from the spread of the steps it was learnt from."""
     shown_steps: int = field(default=0, compare=False)
-    """Number of steps that confirmed the speed as a change. The time lost in these steps counts when a response is
-    decided."""
+    """Number of steps that confirmed the speed as a change. The time lost in these steps counts when deciding on a
+    response."""
     is_settled: bool = field(default=True, compare=False)
     """True if the speed was learnt from so many steps that small differences are meaningful."""
     update_s: float = 0.0
