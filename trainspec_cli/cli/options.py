@@ -140,7 +140,7 @@ def page_origin() -> PageOrigin:
 
 
 def check_writable(file: Path, option: str) -> None:
-    """Check that a file can be written before long work whose result goes there, without changing the file. Raises
+    """Before long work whose result goes to a file, check that the file can be written, without changing it. Raises
     RecipeError if not."""
     is_new = not file.exists()
     try:
