@@ -29,11 +29,11 @@ DIRECTIVE = DirectiveEvent(
     counts=(9, 9, 5, 9),
     micro_batch_size=16,
     micro_batches=1,
-    reason="data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms",
+    reason="data-parallel rank 2 computes a sample in 44 ms (median: 24 ms)",
     before_s=0.5,
     expected_s=0.31,
 )
-REASON = "data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms"
+REASON = "data-parallel rank 2 computes a sample in 44 ms (median: 24 ms)"
 
 
 def test_a_directive() -> None:
@@ -119,7 +119,7 @@ RELAYOUT = replace(
 
 
 def test_a_change_of_layout_says_what_it_was_and_took() -> None:
-    took = "1.00 MiB moved in 310 ms, at most 3.00 MiB of the state in a process during the change"
+    took = "1.00 MiB moved in 310 ms, with at most 3.00 MiB of the state in any process during the change"
     layouts = "pp=2 dp_shard=2 zero_stage=1, and was dp_shard=4 zero_stage=3"
     assert describe_event(RELAYOUT) == f"step 30: the layout is now {layouts}: the recipe plans it; {took}"
     gained = replace(RELAYOUT, before_s=1.0, expected_s=0.8)

@@ -79,11 +79,11 @@ def without_old_advice(directives: Iterable[DirectiveEvent]) -> list[DirectiveEv
 
 
 def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = None) -> RunChange:
-    """`step 30: shares are now 9, 9, 5, 9 of 32: data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms;
+    """`step 30: shares are now 9, 9, 5, 9 of 32: data-parallel rank 2 computes a sample in 44 ms (median: 24 ms);
     38% less compute time is expected`."""
     if event.kind in ("layers", "layout"):
         # `the layout is now pp=2 dp_shard=2, and was dp_shard=4: the recipe plans it; 120 MiB moved in 310 ms, at most
-        # 90 MiB of the state in a process during the change`.
+        # 90 MiB of the state in any process during the change`.
         what = "the stages' layers are" if event.kind == "layers" else "the layout is"
         now, was = (_cut(one) if event.kind == "layers" else _axes(one) for one in (event.layout, event.before))
         if not event.applied and event.reason.startswith(ADVICE):
@@ -95,7 +95,7 @@ def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = N
         if not isinstance(event.pause_s, Absent):
             moved, peak = (format_bytes(size or 0) for size in (event.moved_bytes, event.peak_bytes))
             took = f"{moved} moved in {format_duration(event.pause_s)}"
-            parts.append(f"{took}, at most {peak} of the state in a process during the change")
+            parts.append(f"{took}, with at most {peak} of the state in any process during the change")
         if event.before_s:
             parts.append(_describe_gain(event, achieved))
         changed = f"{what} now {now}, and {'were' if event.kind == 'layers' else 'was'} {was}"

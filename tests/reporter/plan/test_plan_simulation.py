@@ -62,9 +62,13 @@ def test_each_pace_is_against_the_undisturbed_one(simulation: Simulation) -> Non
 @pytest.mark.parametrize(
     ("won", "of_real", "said"),
     [
-        (0.94, 0.75, "94% of what whole samples allow is recovered (75% of what the speeds allow)"),
+        (
+            0.94,
+            0.75,
+            "94% of the loss recoverable with whole samples is recovered (75% with fractional samples)",
+        ),
         (None, 0.5, "with whole samples, nothing can be recovered; a larger batch allows finer shares"),
-        (None, None, "other shares would not recover anything: 0 of 0"),
+        (None, None, "other shares would not recover any loss"),
     ],
 )
 def test_what_is_won_back(simulation: Simulation, won: float | None, of_real: float | None, said: str) -> None:
@@ -104,7 +108,7 @@ def test_all_of_it_is_shown_with_the_plan(simulation: Simulation, plan: PlanRepo
         "device 3 computes for 2 times as long",
         "samples/s of undisturbed time",
         "scheduler on 20 80.0% 15.0 s",
-        "94% of what whole samples allow is recovered (75% of what the speeds allow)",
+        "94% of the loss recoverable with whole samples is recovered (75% with fractional samples)",
         "step decision reason computing in a step",
         "1,200 other shares rank 3 is slow 8.0 s -> 5.0 s, was 6.0 s",
     ):
@@ -117,7 +121,7 @@ def test_all_of_it_is_shown_with_the_plan(simulation: Simulation, plan: PlanRepo
 def test_the_page_has_it_too(simulation: Simulation, plan: PlanReport) -> None:
     page = render_plan_page(replace(plan, simulation=simulation))
     assert "Disturbance slow, simulated" in page and "Disturbance" not in render_plan_page(plan)
-    assert "device 3 computes for 2 times as long. 94% of what" in page
+    assert "device 3 computes for 2 times as long. 94% of the loss" in page
     for cells in (
         ("undisturbed", "25", "100%", "12.0 s"),
         ("scheduler off", "12.5", "50.0%", "24.0 s"),

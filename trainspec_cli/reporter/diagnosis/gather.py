@@ -251,8 +251,8 @@ class RunReader:
             elif isinstance(event, LookEvent):
                 self.looks.append(event.look)
             elif isinstance(event, RecoveryEvent) and event.change == "retried":
-                # When a group leaves or joins, a step is repeated because of its node, and not because a link has
-                # failed.
+                # When a group leaves or joins, a step is repeated because of the group's node, not because of a failed
+                # link.
                 self._retried.add(event.step)
             elif isinstance(event, DirectiveEvent) and event.applied and event.kind in ("layers", "layout"):
                 if self.changed is None or event.step >= self.changed.step:

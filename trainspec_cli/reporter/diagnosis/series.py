@@ -267,7 +267,7 @@ def _path(ranks: Pair, connections: Sequence[Connection], episode: Episode) -> P
 
 
 def rise(series: Figures, episode: Episode, over_ranks: Callable[..., Figures]) -> float:
-    """Return how far a counter over all ranks is above its usual level during an episode; 0 if unknown."""
+    """Return by how much a counter, over all ranks, exceeds its usual level during an episode; 0 if unknown."""
     whole = over_all_ranks(series, over_ranks)
     inside = whole[episode.where]
     if not np.isfinite(inside).any():
