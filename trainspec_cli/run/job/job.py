@@ -39,7 +39,7 @@ _TORCHRUN = (sys.executable, "-m", "trainspec_cli.engine.comm.joining")
 @dataclass(frozen=True)
 class Job:
     root: Path
-    """The run folder, absolute."""
+    """The absolute path of the run folder."""
     command: tuple[str, ...]
     """torchrun and the workers that it starts."""
     environment: Mapping[str, str]

@@ -141,7 +141,7 @@ class BucketsEvent(Event):
 
     type: Literal["buckets"] = "buckets"
     step: Count
-    """Number of updates made before it."""
+    """Number of updates completed before this event."""
     layout: str
     """The layout's axes during the trials. A run in another layout does not use this size."""
     bucket_bytes: Count
@@ -157,7 +157,7 @@ class MemoryEvent(Event):
     type: Literal["memory"] = "memory"
     kind: Literal["memory"] = "memory"
     step: Count
-    """Number of updates made before it."""
+    """Number of updates completed before this event."""
     layout: str
     """The layout's axes at that time. A run in another layout does not use this setting."""
     failed: MemorySetting
@@ -184,7 +184,7 @@ class NodesEvent(Event):
     type: Literal["nodes"] = "nodes"
     kind: Literal["nodes"] = "nodes"
     step: Count
-    """Number of updates made before it."""
+    """Number of updates completed before this event."""
     number: Count
     """These events are numbered 1, 2, ... across the starts of a run, separately from other directives."""
     applied: bool
