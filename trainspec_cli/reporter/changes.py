@@ -82,8 +82,8 @@ def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = N
     """`step 30: shares are now 9, 9, 5, 9 of 32: data-parallel rank 2 computes a sample in 44 ms (median: 24 ms);
     38% less compute time is expected`."""
     if event.kind in ("layers", "layout"):
-        # `the layout is now pp=2 dp_shard=2, and was dp_shard=4: the recipe plans it; 120 MiB moved in 310 ms, at most
-        # 90 MiB of the state in any process during the change`.
+        # `the layout is now pp=2 dp_shard=2, and was dp_shard=4: the recipe plans it; 120 MiB moved in 310 ms, with at
+        # most 90 MiB of the state in any process during the change`.
         what = "the stages' layers are" if event.kind == "layers" else "the layout is"
         now, was = (_cut(one) if event.kind == "layers" else _axes(one) for one in (event.layout, event.before))
         if not event.applied and event.reason.startswith(ADVICE):

@@ -160,8 +160,8 @@ def _limited(division: Division, micro_batch_size: int) -> Division:
 
 
 def equalise(speeds: Sequence[Speed], micro_batches: int, samples: float, change: float) -> tuple[Speed, ...]:
-    """Return `speeds`, with the median speed for all ranks whose time for `samples` differs from the median time by at
-    most the fraction `change`, or by no more than noise explains."""
+    """Return `speeds`, replaced by the median speed for all ranks whose time for `samples` differs from the median time
+    by at most the fraction `change`, or by no more than noise explains."""
     times_s = [speed.step_s(samples, micro_batches) for speed in speeds]
     usual_s = median_low(times_s)
     usual = speeds[times_s.index(usual_s)]

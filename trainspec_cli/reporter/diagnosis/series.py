@@ -120,8 +120,9 @@ def find_episodes(
 
 
 def due_to_work(work: Figures, seconds: Figures, where: npt.NDArray[np.bool_]) -> float:
-    """Return the seconds by which more work raises a series (T,) in the steps `where` (T,), extrapolated from how the
-    series depends on work in the other steps. NaN if too few of them are known, or if their work varies too little."""
+    """Return by how many seconds additional work raises a series (T,) in the steps `where` (T,), extrapolated from how
+    the series depends on work in the other steps. NaN if too few of them are known, or if their work varies too
+    little."""
     known = np.isfinite(work) & np.isfinite(seconds)
     inside, others = known & where, known & ~where
     if not inside.any() or others.sum() < FITTED_STEPS:

@@ -308,7 +308,7 @@ def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
 
 def _restart_of_budget(state: RunState, event: GroupEnded) -> Decision:
     """Restart a job with a fixed number of restarts, as long as any are left. If the same exception occurs at the same
-    place twice without a step in between, it is assumed to be a bug in the program that would recur."""
+    place twice without a step in between, it is assumed to be a bug that would recur."""
     left = state.restarts_left or 0
     group = state.groups[0]
     if event.cause == group.cause != "" and event.reached_step <= group.reached_step and not event.has_worked:
