@@ -29,11 +29,11 @@ DIRECTIVE = DirectiveEvent(
     counts=(9, 9, 5, 9),
     micro_batch_size=16,
     micro_batches=1,
-    reason="data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms",
+    reason="data-parallel rank 2 computes a sample in 44 ms (median: 24 ms)",
     before_s=0.5,
     expected_s=0.31,
 )
-REASON = "data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms"
+REASON = "data-parallel rank 2 computes a sample in 44 ms (median: 24 ms)"
 
 
 def test_a_directive() -> None:
@@ -62,10 +62,10 @@ def test_of_advice_on_shares_the_newest_counts():
 def test_the_size_of_buckets_with_what_the_others_would_cost() -> None:
     tries = (BucketTry(0, 0.009), BucketTry(2**22, 0.003))
     found = BucketsEvent(step=12, layout="dp_shard=2", bucket_bytes=2**22, tries=tries)
-    shown = "gradients are summed in buckets of 4.00 MiB: a step waits 3 ms for them (block by block 9 ms)"
+    shown = "gradients are reduced in buckets of 4.00 MiB: a step waits 3 ms for them (block by block 9 ms)"
     assert describe_event(found) == f"step 12: {shown}"
     kept = replace(found, bucket_bytes=0, group=1)
-    shown = "gradients are summed block by block: a step waits 9 ms for them (in buckets of 4.00 MiB 3 ms)"
+    shown = "gradients are reduced block by block: a step waits 9 ms for them (in buckets of 4.00 MiB 3 ms)"
     assert describe_event(kept) == f"step 12: group 1: {shown}"
 
 
@@ -78,7 +78,7 @@ def test_a_shortage_of_memory() -> None:
 
 
 def test_a_node_that_is_left_out() -> None:
-    pace = "its ranks compute 4.1 times as long as usual; a step took 2.1 s and is expected to take 1.3 s"
+    pace = "its ranks compute for 4.1 times as long as usual; a step took 2.1 s and is expected to take 1.3 s"
     assert describe_left_out(LEFT_OUT).line == describe_event(LEFT_OUT) == f"step 120: node 3 is dropped: {pace}"
     spare, restart = replace(LEFT_OUT, spare=4), "takes 1.4 s (the restart took 31.0 s)"
     shown = f"step 120: node 3 is dropped, node 4 takes its place: {pace}, {restart}"
@@ -119,7 +119,7 @@ RELAYOUT = replace(
 
 
 def test_a_change_of_layout_says_what_it_was_and_took() -> None:
-    took = "1.00 MiB moved in 310 ms, at most 3.00 MiB of the state in a process during the change"
+    took = "1.00 MiB moved in 310 ms, with at most 3.00 MiB of the state in any process during the change"
     layouts = "pp=2 dp_shard=2 zero_stage=1, and was dp_shard=4 zero_stage=3"
     assert describe_event(RELAYOUT) == f"step 30: the layout is now {layouts}: the recipe plans it; {took}"
     gained = replace(RELAYOUT, before_s=1.0, expected_s=0.8)

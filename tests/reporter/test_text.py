@@ -147,7 +147,7 @@ EVAL = EvalEvent(step=4, heldout_loss=1.5, heldout_bits_per_byte=2.0)
                 observed_s=120.0,
             ),
             "step 4: from here a checkpoint every 60 steps: one costs 3.0 s and is complete after 9.0 s; "
-            "a failure is expected every 25 min 0 s, by 1 in 2 min 0 s and the cluster's figure",
+            "a failure is expected every 25 min 0 s, judging by 1 in 2 min 0 s and the cluster's figure",
         ),
         (
             RecoveryEvent(step=4, change="left", group=1, stall_s=1.257, lost_steps=1),
@@ -204,7 +204,7 @@ def test_a_backtest() -> None:
         "  sources that the planner was fitted to: mean error 12.5%, median 10.0%, bias -5.0%, "
         "nine in ten within x1.00, over 3 rows",
         "  unseen sources: mean error 12.5%, median 10.0%, bias -5.0%, nine in ten within x1.50, over 2 rows",
-        "memory: mean error 6.2%, furthest under -20.0%",
+        "memory: mean error 6.2%, largest underestimate -20.0%",
         "",
         "source                                     rows   mean  median    bias",
         "a paper                                       3   12.5%   10.0%   -5.0%",

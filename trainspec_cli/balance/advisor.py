@@ -76,7 +76,7 @@ class LayoutAdvisor:
         """The latest report that was processed."""
         self._number = 0
         self._home = plan
-        """The plan whose layout the run returns to when all speeds are usual."""
+        """The plan whose layout the run returns to when all ranks and links are at their usual speed again."""
         self._layouts: dict[Layout, Layouts] = {}
         """The searches for other layouts, keyed by the layout that the run returns to."""
         self._timing = LayoutScheduler(patience_s(plan.spec.scheduler.mode))
@@ -164,8 +164,8 @@ class LayoutAdvisor:
                     self._timing.refuse(_layout(event.layout))
                     self._proposed = None
             case AchievedEvent() if self._watched and event.number == self._watched.number:
-                # A layout without a measured gain is not proposed again, and `_consider_home` returns to the planned
-                # one.
+                # A layout that measurably brought no improvement is not proposed again, and `_consider_home` returns to
+                # the planned one.
                 layout = _layout(self._watched.layout)
                 self._watched = None
                 if event.achieved_s >= event.before_s and not _is_alike(layout, self._home.layout):
@@ -260,5 +260,5 @@ def _is_alike(one: Layout, other: Layout) -> bool:
 
 
 def _layout(layout: Layout | Absent) -> Layout:
-    assert isinstance(layout, Layout), "a change of layout has one"
+    assert isinstance(layout, Layout), "a layout change names a layout"
     return layout

@@ -1,5 +1,5 @@
-"""Memory limits for the other layouts of a run: in the layout itself, during the change to it, and on the layers of
-each rank."""
+"""Memory limits for switching to another layout: whether the layout and the change to it fit, and how many layers a
+rank can hold."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class LayoutMemory:
 
 
 def even_room(num_layers: int, most: Sequence[int]) -> Room:
-    """Return the room of pipeline ranks that may hold at most `most` layers each, whichever layers these are."""
+    """Return the room of pipeline ranks that can hold at most `most` layers each, regardless of which layers."""
     return Room([[1.0] * num_layers] * len(most), [float(held) for held in most])
 
 

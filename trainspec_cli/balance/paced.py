@@ -180,10 +180,10 @@ def _least_s(once_s: float, twice_s: float, size: float, most: float) -> float:
 
 
 def describe(paces: Paces, before: PacedStep, found: PacedStep) -> str:
-    """Explain why another layout is faster, for example `rank 5 computes 2.1 times as long as usual; as tp=2
+    """Explain why another layout is faster, for example `rank 5 computes for 2.1 times as long as usual; as tp=2
     dp_shard=4, 2 instead of 8 ranks wait for it in every layer`."""
     ways = [
-        ("rank {} computes", paces.compute),
+        ("rank {} computes for", paces.compute),
         ("the exchanges of rank {} inside its scale-up domain take", paces.links.scaleup),
         ("the exchanges of rank {} between scale-up domains take", paces.links.network),
     ]

@@ -25,7 +25,7 @@ def budget(
     per_year: Annotated[
         float, typer.Option("--per-year", metavar="N", help="Number of runs of one recipe per year.")
     ] = 1.0,
-    years: Annotated[int, typer.Option("--years", metavar="N", help="Years of one recipe's budget.")] = 4,
+    years: Annotated[int, typer.Option("--years", metavar="N", help="Number of years to budget for one recipe.")] = 4,
     as_json: AsJson = False,
     html: Html = None,
 ) -> None:

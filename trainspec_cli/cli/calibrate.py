@@ -19,7 +19,7 @@ Sources = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="recipe=NAME key=value|TABLE.csv|RUN...",
-        help="A recipe, to make short runs of; or a table of measured runs; or folders of finished runs.",
+        help="A recipe, for short runs; or a table of measured runs; or folders of finished runs.",
         show_default=False,
     ),
 ]
@@ -32,7 +32,7 @@ Output = Annotated[
 Show = Annotated[bool, typer.Option("--show", help="Print the stored profiles.")]
 Forget = Annotated[bool, typer.Option("--forget", help="Remove the stored profiles, or only the one for --cluster.")]
 Layouts = Annotated[int, typer.Option("--layouts", min=1, metavar="N", help="Number of a recipe's layouts to run.")]
-Steps = Annotated[int, typer.Option("--steps", min=8, metavar="N", help="Number of steps to run each layout.")]
+Steps = Annotated[int, typer.Option("--steps", min=8, metavar="N", help="Number of steps to run with each layout.")]
 
 
 def calibrate(
@@ -46,7 +46,7 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Fit the planner to a cluster from a few measured steps. Later plans and launches on the cluster use the resulting
-    profile, and report that.
+    profile, and say so.
 
     Parameters that the measurements do not determine keep their shipped values. With cluster.profile=off, the profile
     is ignored."""

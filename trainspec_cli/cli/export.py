@@ -36,7 +36,7 @@ def export(
         Literal["hf", "torchtitan"], typer.Option(help="Naming scheme of the tensors in a dcp checkpoint.")
     ] = "hf",
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"], typer.Option(help="Type of the weights; the run trains in fp32.")
+        Literal["fp32", "bf16", "fp16"], typer.Option(help="Data type of the weights; the run trains in fp32.")
     ] = "fp32",
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; by default the newest.")] = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,

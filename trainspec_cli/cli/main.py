@@ -47,7 +47,7 @@ _TRUNK = {
         takes_command=True,
     ),
     "resume": Command("train", "continue a run from its newest checkpoint", takes_keys=True, takes_run=True),
-    "stop": Command("train", "stop a run with a checkpoint, from another terminal", takes_run=True),
+    "stop": Command("train", "checkpoint and stop a run, from another terminal", takes_run=True),
     "plan": Command("plan", "rank the layouts of a run, and forecast its time and cost", takes_keys=True),
     "budget": Command("plan", "compare buying with renting machines, for a portfolio of runs"),
     "backtest": Command("plan", "predict a table of measured runs, and show the errors"),

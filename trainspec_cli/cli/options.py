@@ -140,8 +140,8 @@ def page_origin() -> PageOrigin:
 
 
 def check_writable(file: Path, option: str) -> None:
-    """Check, before long work, that its result can be written to a file, without changing the file. Raises RecipeError
-    if not."""
+    """Before long work whose result goes to a file, check that the file can be written, without changing it. Raises
+    RecipeError if not."""
     is_new = not file.exists()
     try:
         file.open("ab").close()

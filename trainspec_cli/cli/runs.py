@@ -1,5 +1,5 @@
 """`trainspec runs`: list, compare or remove the runs in this folder; or list the state that runs keep in this node's
-memory, and the settings that ran out of memory."""
+memory, and the settings that exceeded memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORSAKEN = (GONE, "done", "stopped", "failed", "killed", "made")
 """Statuses of runs that have no processes and will not start on their own."""
 
 Memory = Annotated[
-    bool, typer.Option("--memory", help="List the copies of state that runs keep in this node's memory instead.")
+    bool, typer.Option("--memory", help="Instead list the copies of state that runs keep in this node's memory.")
 ]
 ClearMemory = Annotated[
     bool,
@@ -47,11 +47,11 @@ ClearMemory = Annotated[
     ),
 ]
 Limits = Annotated[
-    bool, typer.Option("--limits", help="List the settings that ran out of memory on this machine instead.")
+    bool, typer.Option("--limits", help="Instead list the settings that exceeded memory on this machine.")
 ]
 ClearLimits = Annotated[
     bool,
-    typer.Option("--clear-limits", help="Forget the settings that ran out of memory; launches will try them again."),
+    typer.Option("--clear-limits", help="Forget the settings that exceeded memory; launches will try them again."),
 ]
 
 
@@ -202,7 +202,7 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Remove runs below ./runs that failed or were killed, or checkpoints that are no longer needed."""
-    # By default, complete runs are removed only if they failed or were killed; checkpoints are also removed from other
+    # By default, entire runs are removed only if they failed or were killed; checkpoints are also removed from other
     # runs.
     statuses = status or (FORSAKEN[1:] if checkpoints else ("failed", "killed"))
     if wrong := sorted({*statuses} - {*FORSAKEN[1:]}):
@@ -237,7 +237,7 @@ def _remove(removals: Sequence[removal.Removal], *, yes: bool, as_json: bool) ->
         ]
         print(json_text(shown))
     elif removals:
-        print(f"removed; {freed} are free")
+        print(f"removed, freeing {freed}")
 
 
 def _describe_removal(one: removal.Removal) -> str:

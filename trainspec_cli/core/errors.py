@@ -50,7 +50,7 @@ class Problem:
         return fields
 
     def where(self) -> str:
-        """Return the position as `file:line:column`, as far as it is known."""
+        """Return the position as `file:line:column`, without the parts that are unknown."""
         return ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
 
 

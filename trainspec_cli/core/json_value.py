@@ -9,7 +9,7 @@ JsonObject: TypeAlias = dict[str, JsonValue]
 
 
 def flatten(data: JsonObject, prefix: str = "") -> JsonObject:
-    """Flatten nested sections: map a dotted path to each value that is not a section."""
+    """Flatten nested sections: map dotted paths to the values that are not sections."""
     flat: JsonObject = {}
     for key, value in data.items():
         if isinstance(value, dict) and value:

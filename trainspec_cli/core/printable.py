@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 _UNPRINTABLE = re.compile(
     "["
-    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and newline, DEL, C1
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 except tab and newline, DEL, C1
     "\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u3164\uffa0"  # invisible letters and marks
     "\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"  # zero-width, line separators, direction overrides and isolates
     "\ufeff\ufff9-\ufffb\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"  # further format characters

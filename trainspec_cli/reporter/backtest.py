@@ -29,7 +29,7 @@ def render_backtest(report: BacktestReport) -> str:
             )
     if summary.memory_mape is not None:
         worst = summary.memory_worst_under
-        lines.append(f"memory: mean error {summary.memory_mape:.1%}, furthest under {worst:+.1%}")
+        lines.append(f"memory: mean error {summary.memory_mape:.1%}, largest underestimate {worst:+.1%}")
     blocks = ["\n".join(lines)]
     for title, groups in (("source", summary.by_source), ("model", summary.by_model), ("chip", summary.by_gpu)):
         if groups:

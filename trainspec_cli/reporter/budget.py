@@ -33,8 +33,9 @@ LINES: Mapping[Way, str] = {
     "spot": "c-spot",
 }
 FOOTER = (
-    "Budgeted by trainspec. Prices stay as they are and money has no interest; buying counts what the machines are "
-    "still worth at the end. The runs' times include down time, checkpoints and repeated work."
+    "Budgeted by trainspec. Prices are assumed to stay the same, and interest is ignored; the cost of buying "
+    "is reduced by what the machines are still worth at the end. The runs' times include down time, checkpoints "
+    "and repeated work."
 )
 Rows = Sequence[Sequence[str]]
 
@@ -139,7 +140,7 @@ def render_budget_page(budget: Budget, origin: PageOrigin | None = None) -> str:
         if way in budget.cumulated_usd
     ]
     legend = render_legend([Segment(line.kind, line.label, 0, "") for line in lines])
-    text = "Cash paid by each month. Machines are bought in the first month of the year that needs them."
+    text = "Cash paid up to each month. Machines are bought in the first month of the year that needs them."
     # The conditions under which buying pays off, as (label, value, unit).
     break_even = []
     months = budget.break_even_months

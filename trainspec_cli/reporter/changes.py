@@ -65,7 +65,7 @@ def advises_shares(event: DirectiveEvent) -> bool:
 
 def keeps_shares(event: DirectiveEvent) -> bool:
     """Return whether advice on sample shares withdraws earlier advice. A run that only receives advice still has even
-    shares, so advice to keep them is a withdrawal."""
+    shares, so advice to keep them withdraws it."""
     return advises_shares(event) and max(event.counts) - min(event.counts) <= 1
 
 
@@ -79,11 +79,11 @@ def without_old_advice(directives: Iterable[DirectiveEvent]) -> list[DirectiveEv
 
 
 def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = None) -> RunChange:
-    """`step 30: shares are now 9, 9, 5, 9 of 32: data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms;
+    """`step 30: shares are now 9, 9, 5, 9 of 32: data-parallel rank 2 computes a sample in 44 ms (median: 24 ms);
     38% less compute time is expected`."""
     if event.kind in ("layers", "layout"):
-        # `the layout is now pp=2 dp_shard=2, and was dp_shard=4: the recipe plans it; 120 MiB moved in 310 ms, at most
-        # 90 MiB of the state in a process during the change`.
+        # `the layout is now pp=2 dp_shard=2, and was dp_shard=4: the recipe plans it; 120 MiB moved in 310 ms, with at
+        # most 90 MiB of the state in any process during the change`.
         what = "the stages' layers are" if event.kind == "layers" else "the layout is"
         now, was = (_cut(one) if event.kind == "layers" else _axes(one) for one in (event.layout, event.before))
         if not event.applied and event.reason.startswith(ADVICE):
@@ -95,7 +95,7 @@ def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = N
         if not isinstance(event.pause_s, Absent):
             moved, peak = (format_bytes(size or 0) for size in (event.moved_bytes, event.peak_bytes))
             took = f"{moved} moved in {format_duration(event.pause_s)}"
-            parts.append(f"{took}, at most {peak} of the state in a process during the change")
+            parts.append(f"{took}, with at most {peak} of the state in any process during the change")
         if event.before_s:
             parts.append(_describe_gain(event, achieved))
         changed = f"{what} now {now}, and {'were' if event.kind == 'layers' else 'was'} {was}"
@@ -135,8 +135,8 @@ def _axes(layout: Layout | Absent) -> str:
 
 
 def describe_buckets(event: BucketsEvent) -> RunChange:
-    """`step 12: gradients are summed in buckets of 4.00 MiB: a step waits 3 ms for them (block by block 9 ms)`."""
-    taken = f"{_group(event.group)}gradients are summed {_size_of_buckets(event.bucket_bytes)}"
+    """`step 12: gradients are reduced in buckets of 4.00 MiB: a step waits 3 ms for them (block by block 9 ms)`."""
+    taken = f"{_group(event.group)}gradients are reduced {_size_of_buckets(event.bucket_bytes)}"
     waited = {one.bucket_bytes: format_duration(one.waited_s) for one in event.tries}
     chosen = waited.pop(event.bucket_bytes, "?")
     beside = ", ".join(f"{_size_of_buckets(size)} {seconds}" for size, seconds in waited.items())
@@ -156,8 +156,8 @@ def describe_memory(event: MemoryEvent) -> RunChange:
 
 
 def describe_left_out(event: NodesEvent, achieved: NodesAchievedEvent | None = None) -> RunChange:
-    """`step 120: node 3 is dropped: its ranks compute 4.1 times as long as usual; a step took 2.1 s and is expected to
-    take 1.3 s`, followed by the result."""
+    """`step 120: node 3 is dropped: its ranks compute for 4.1 times as long as usual; a step took 2.1 s and is expected
+    to take 1.3 s`, followed by the result."""
     spare = f", node {event.spare} takes its place" if isinstance(event.spare, int) else ""
     if event.applied:
         what = f"node {event.node} is dropped{spare}"
@@ -166,7 +166,7 @@ def describe_left_out(event: NodesEvent, achieved: NodesAchievedEvent | None = N
     before = format_duration(event.before_s)
     expected = format_duration(event.expected_s)
     why = (
-        f"its ranks compute {event.pace:.1f} times as long as usual; "
+        f"its ranks compute for {event.pace:.1f} times as long as usual; "
         f"a step took {before} and is expected to take {expected}"
     )
     if achieved is not None:

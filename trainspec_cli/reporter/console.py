@@ -62,7 +62,7 @@ class PrintableConsole(Console):
 
 
 class RunConsole(PrintableConsole):
-    """A console whose reader may disappear (`| head`). If so, the current run is stopped in an orderly way, even under
+    """A console whose reader may disappear (`| head`). If so, the current run is stopped gracefully, even under
     `nohup`, and the command ends with the exit code that a shell would report."""
 
     reader_left = False

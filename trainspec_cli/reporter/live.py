@@ -21,7 +21,7 @@ from trainspec_cli.run.folder.events import EventTail
 from trainspec_cli.run.folder.paths import RunDir
 
 REFRESH_PER_S = 4
-"""Maximum refresh rate, because rendering takes time from the workers on a small machine."""
+"""Maximum refresh rate, because on a small machine, rendering takes processor time away from the workers."""
 LINE_S = 10.0
 QUICK_S = 1.0
 """Work after the last step gets a separate line if it takes longer than this many seconds."""

@@ -9,7 +9,7 @@ from trainspec_cli.core.printable import Style, on_one_line
 from trainspec_cli.recipe.json_text import json_text
 
 SHOWN_BEFORE, SHOWN = 60, 160
-"""How many characters of a long line are shown: before the column, and in total."""
+"""Numbers of characters of a long line to show: before the column, and in total."""
 POINTED_AT_ONE_CHARACTER = frozenset({"bad_yaml"})
 """Codes of problems whose column is a single position, and not the start of an entry."""
 

@@ -78,8 +78,8 @@ class Progress:
             self.step = event.step
             self.loss = event.loss
             self._recent.append(event)
-            # The first steps compile and allocate. If they were included, the displayed speed would be too low for a
-            # long time.
+            # The first steps include compilation and allocation. If they were counted, the displayed speed would be too
+            # low for a long time.
             if self.begin and len(self._recent) > WARMUP_STEPS:
                 recent = list(self._recent)
                 throughput = measure_throughput(

@@ -143,7 +143,8 @@ class ExchangeShare:
 
 @dataclass(frozen=True)
 class RunSpeed:
-    """The speed over the steps of the last start, except for the first ones, which compile and allocate."""
+    """The speed over the steps of the last start, except for the first ones, which include compilation and
+    allocation."""
 
     tokens_per_s: float
     """Rate in `unit`: samples per second for images and volumes."""
@@ -273,7 +274,9 @@ def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
     """Return lines that state the speed, how MFU is computed, which steps were averaged, and what is unusual about
     them."""
     steps = speed.left_out_steps
-    left_out = f"; steps {steps[0]}-{steps[-1]}, which compile and allocate, are left out" if steps else ""
+    left_out = (
+        f"; steps {steps[0]}-{steps[-1]}, which include compilation and allocation, are left out" if steps else ""
+    )
     over = f"over steps {speed.first_step}-{speed.last_step}{left_out}"
     if speed.unit == STEPS:
         return [describe_speed(speed.tokens_per_s, speed.mfu, speed.unit), over]

@@ -56,7 +56,7 @@ MANY = 8
 
 
 def describe_progress(progress: Progress) -> str:
-    """`loss 4.213 · 2,810 tokens/s · 41.0% MFU · 1 min 33 s left`, as far as these are known."""
+    """`loss 4.213 · 2,810 tokens/s · 41.0% MFU · 1 min 33 s left`, without values that are unknown."""
     parts = [_loss(progress.loss)] if progress.has_stepped and progress.unit != STEPS else []
     if progress.tokens_per_s is not None and progress.mfu is not None:
         parts.append(describe_speed(progress.tokens_per_s, progress.mfu, progress.unit))
@@ -77,7 +77,7 @@ def describe_event(event: Event) -> str:
             processes = f"{event.world_size} process{'es' if event.world_size > 1 else ''}"
             resumed = f", from step {event.step}" if event.step else ""
             if event.unit == STEPS:
-                return f"steps are counted of {processes}, {event.device_name}{resumed}"
+                return f"counting the steps of {processes}, {event.device_name}{resumed}"
             return (
                 f"{format_params(event.params, event.adapter_params)} on {processes}, {event.device_name}{resumed}\n"
                 f"MFU is relative to {format_si(event.peak_flops, 'FLOP/s')} per process ({event.peak_source})"
@@ -100,7 +100,9 @@ def describe_event(event: Event) -> str:
             if event.mtbf_s is not None:
                 failures = f"a failure is expected every {format_duration(event.mtbf_s)}"
             if not isinstance(event.failures, Absent) and not isinstance(event.observed_s, Absent):
-                failures += f", by {event.failures:,} in {format_duration(event.observed_s)} and the cluster's figure"
+                failures += (
+                    f", judging by {event.failures:,} in {format_duration(event.observed_s)} and the cluster's figure"
+                )
             whole = format_duration(event.written_s)
             cost = f"one costs {format_duration(event.blocked_s + event.drag_s)} and is complete after {whole}"
             return f"step {event.step}: from here a checkpoint every {event.interval_steps:,} steps: {cost}; {failures}"
@@ -208,7 +210,7 @@ def describe_evaluation(event: EvalEvent) -> str:
     for name, value in (("accuracy", event.heldout_accuracy), ("Dice", event.heldout_dice)):
         if not isinstance(value, Absent):
             return f"{name} {_figure(value, 3)}, {_loss(event.heldout_loss)}"
-    assert not isinstance(event.heldout_bits_per_byte, Absent), "an evaluation has one of the three"
+    assert not isinstance(event.heldout_bits_per_byte, Absent), "an evaluation has accuracy, Dice or bits per byte"
     xz = event.xz_bits_per_byte
     beside = "" if xz is None or isinstance(xz, Absent) else f" (xz {xz:.3f})"
     # The results of validation sets follow those of the recipe's held-out text.

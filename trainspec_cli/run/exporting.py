@@ -104,7 +104,7 @@ def write_folder(
     plan = read_plan(wanted.run)
     model = plan.spec.model
     config = _config(plan, wanted)
-    assert isinstance(model, DecoderModel), "write_config refuses others"
+    assert isinstance(model, DecoderModel), "write_config rejects other models"
     names: OtherNaming = naming if format_ == "dcp" else format_
     if format_ != "hf":
         other_tensors(model, names)
@@ -194,7 +194,7 @@ def write_adapters(wanted: Export, output: Path) -> str:
                 "and norms were not.",
             ]
             if base is None:
-                lines += ["The weights of the base here are those of the training, dequantised."]
+                lines += ["The base weights here are those used in training, dequantised."]
             else:
                 compute = DTYPES[plan.compute][1] if plan.compute in DTYPES else "float32"
                 lines += ["The base is named in full precision. To load it as it was in training:", "", "```python"]

@@ -62,7 +62,7 @@ class WorkerFailure:
     exit_code: int = WorkerError.exit_code
     """The run's exit code for this failure."""
     shortage: Shortage | None = None
-    """The memory shortage, if the worker ran out of memory."""
+    """The out-of-memory failure, if there was one."""
     whole_node: bool = False
     """True if an entire node, rather than a single worker, has failed because it was lost or is unfit."""
     cause: str = ""

@@ -1,4 +1,4 @@
-"""Record the settings that made runs on this machine run out of memory, for later launches.
+"""Record, for later launches, the settings with which runs on this machine ran out of memory.
 
 There is one file per plan in the cache. Its name depends on everything that determines a plan's memory except the
 settings themselves: the machine, the model, the layout, formats and versions."""
@@ -27,7 +27,7 @@ KIND = "memory"
 
 @dataclass(frozen=True)
 class Learned:
-    """One memory shortage."""
+    """One out-of-memory failure."""
 
     relief: Relief
     run: str
@@ -35,14 +35,14 @@ class Learned:
     at: float
     """Unix time in seconds."""
     predicted_bytes: float | None = None
-    """The plan's predicted memory, of the device or of the process."""
+    """The memory that the plan predicts for the device or for the process."""
     used_bytes: int | None = None
     limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """All memory shortages of one plan, oldest first."""
+    """All out-of-memory failures of one plan, oldest first."""
 
     model: str
     device: str
@@ -55,7 +55,7 @@ class MemoryLimits:
 
 
 def read_limits(plan: Plan, machine: Machine) -> MemoryLimits:
-    """Return the shortages of `plan` on `machine` so far; there may be none."""
+    """Return the out-of-memory failures of `plan` on `machine` so far; there may be none."""
     known = read_figures(MemoryLimits, _path(plan, machine))
     return known or MemoryLimits(
         plan.spec.model.name or plan.spec.model.family, _device(machine), plan.as_one_group.layout.describe()
@@ -63,7 +63,7 @@ def read_limits(plan: Plan, machine: Machine) -> MemoryLimits:
 
 
 def list_limits() -> list[tuple[Path, MemoryLimits]]:
-    """List the shortages of this user's runs on this machine, newest first."""
+    """List the out-of-memory failures of this user's runs on this machine, newest first."""
     found = ((path, read_figures(MemoryLimits, path)) for path in (cache_dir() / "machine").glob(f"{KIND}-*.json"))
     known = [(path, limits) for path, limits in found if limits is not None and limits.learned]
     return sorted(known, key=lambda pair: -pair[1].learned[-1].at)
@@ -78,7 +78,8 @@ def forget_limits() -> int:
 
 
 class LimitsWatch:
-    """Records the memory shortages of a live run. Call `look` repeatedly. Faults injected by a recipe are ignored."""
+    """Records the out-of-memory failures of a live run. Call `look` repeatedly. Faults injected by a recipe are
+    ignored."""
 
     def __init__(self, run: RunDir, plan: Plan, machine: Machine, now: Callable[[], float] = time.time):
         self._run = run
@@ -91,7 +92,7 @@ class LimitsWatch:
         self._tail = None if plan.spec.fault else EventTail(run.directives)
 
     def look(self, report: Callable[[str], None] = lambda _: None) -> None:
-        """Record new shortages. If the cache cannot be read or written, `report` is called once and nothing more is
+        """Record new failures. If the cache cannot be read or written, `report` is called once and nothing more is
         recorded, because the run itself does not need the record."""
         if self._tail is None:
             return
@@ -115,7 +116,7 @@ class LimitsWatch:
                 write_json(_path(plan, self._machine), to_plain(replace(limits, learned=(*others, learned))))
         except (MachineError, OSError) as error:
             self._tail = None
-            report(f"this memory shortage is not recorded for later launches: {error}")
+            report(f"this out-of-memory failure is not recorded for later launches: {error}")
 
 
 def _known(value: int | Absent | None) -> int | None:

@@ -84,7 +84,7 @@ def conclude(job: Job, ending: Ending, decide: Decide = conclude_recipe) -> RunO
 
 
 def result_from_events(run: RunDir, status: str, exit_code: int | None) -> RunResult:
-    """Return the result as far as rank 0's events allow; values that only the workers know are null."""
+    """Return the result derived from rank 0's events; values that only the workers know are null."""
     step: StepEvent | None = None
     evaluation: EvalEvent | None = None
     for event in read_sound(run.events(0)):

@@ -1,4 +1,4 @@
-"""Run another program than the engine to its end. It is supervised like a run, so that no process is left behind."""
+"""Run a program other than the engine to completion. It is supervised like a run, so that no process is left behind."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def interrupt() -> None:
 
 
 class StopRequests:
-    """Counts stop requests, for work that must end in an orderly way."""
+    """Counts stop requests, for work that must shut down cleanly."""
 
     def __init__(self) -> None:
         self.count = 0

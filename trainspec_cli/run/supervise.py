@@ -57,7 +57,7 @@ from trainspec_cli.run.signals import StopRequests, on_stop_signal
 
 
 SUPERVISOR = -1
-"""The rank that the supervisor's events state."""
+"""The rank stated in the supervisor's events."""
 MEASURED_STEPS = 5
 """Minimum number of steps for a median step time."""
 REMEMBERED_STEPS = 50
@@ -153,10 +153,10 @@ class SlowNodes:
                 return []
             node = self._job.nodes[gain.node]
             host = self.hostnames[gain.node]
-            assert plan is not None, "there is a gain"
+            assert plan is not None, "a gain is known only with a plan"
             name = f"node {node} ({host})" if host else f"node {node}"
             why = (
-                f"{name} computes {gain.pace:.1f} times as long as usual; "
+                f"{name} computes for {gain.pace:.1f} times as long as usual; "
                 f"a step takes {format_duration(gain.before_s)}, "
                 f"and is expected to take {format_duration(gain.expected_s)} without it"
             )
@@ -179,7 +179,7 @@ class SlowNodes:
         spare = self._spare
         plan = self._plan_without
         gain = self._decided
-        assert gain is not None, "that was decided here"
+        assert gain is not None, "dropping the node was decided here"
         if plan is None:
             self._report(f"no spare node is left: the run restarts with node {node}")
             return self._job, self._plan
@@ -481,7 +481,7 @@ class Supervisor:
                 )
                 directives.close()
             case run_state.LeaveOut(node):
-                assert self._slow_nodes is not None, "it has found the node"
+                assert self._slow_nodes is not None, "the search for slow nodes has found this node"
                 self._job, self._plan = self._slow_nodes.leave_out(node)
             case run_state.Inform(text):
                 self._report(text)
@@ -527,7 +527,7 @@ class Supervisor:
         for path in run.errors_folder.glob("*.json"):
             path.rename(self._job.logs / path.name)
         step = newest_step(read_sound(run.events(0)))
-        # Without a plan, the checkpoints belong to the program, and its next start shows where it continues.
+        # Without a plan, the checkpoints belong to the program; where it resumes is known only when it next starts.
         lost_steps = step - newest_checkpoint(run) if self._plan else None
         events = EventWriter(run.events(0), rank=0)
         events.write(RecoveryEvent(step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps))

@@ -195,9 +195,9 @@ def run_tool(
     """Run `tool` (in one process, unless `prepare` specifies otherwise) and return its result.
 
     `on_tick` is called about 10 times per second. `shared` is a folder, visible to several nodes, where the temporary
-    folder is created. `requests` counts requests to stop; pass it if the tool runs in another thread than the main one,
-    because that thread gets no signals. Raises MachineError if the tool cannot be run, fails or exceeds its time limit,
-    Interrupted if a stop was requested."""
+    folder is created. `requests` counts requests to stop; pass it if the tool runs in a thread other than the main one,
+    because only the main thread gets signals. Raises MachineError if the tool cannot be run, fails or exceeds its time
+    limit, Interrupted if a stop was requested."""
     try:
         with tempfile.TemporaryDirectory(prefix=f"trainspec-{tool.name}-", dir=shared) as folder:
             root = Path(folder).absolute()
@@ -298,7 +298,7 @@ def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
 
 
 DISTURBED_HOLDS_S = 86_400.0
-"""Validity in seconds of a probe that was disturbed by other programs. The probe shows the speed of a run alongside
+"""Validity in seconds of a probe that was disturbed by other programs. The probe reflects the speed of a run alongside
 these programs, which may be gone a day later. A validity of 15 minutes would mean that a machine that is always in use
 is probed before most launches."""
 LIBRARIES = ("triton", "liger-kernel", "fla-core", "torchao")
@@ -349,7 +349,7 @@ def trace_plan(plan: Plan) -> TraceResult:
 
 def traced_ranks(plan: Plan) -> list[int]:
     """Return a rank of the first pipeline stage and one of the last, because every stage in between holds less than one
-    of these two. Along cp, the last rank is chosen, because its queries attend to every part of the keys."""
+    of these two. Along cp, the last rank is chosen, because its queries attend to all keys."""
     layout = plan.layout
     per_stage = plan.world_size // layout.pp
     along_cp = (layout.cp - 1) * layout.tp

@@ -547,9 +547,9 @@ def given(trial: Lab) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("speeds", "counts", "reason", "before_s", "expected_s"),
     [
-        ((30.0, 10.0, 30.0), (3, 1, 3), "replica group 1 computes 10 samples per second, the median is 30", 0.2, 0.1),
-        ((10.0, 10.0, 50.0), (1, 1, 5), "replica group 2 computes 50 samples per second, the median is 10", 0.3, 0.1),
-        ((30.0, 10.0, 0.0), (4, 1, 2), "replica group 1 computes 10 samples per second, the median is 20", 0.2, 4 / 30),
+        ((30.0, 10.0, 30.0), (3, 1, 3), "replica group 1 computes 10 samples per second (median: 30)", 0.2, 0.1),
+        ((10.0, 10.0, 50.0), (1, 1, 5), "replica group 2 computes 50 samples per second (median: 10)", 0.3, 0.1),
+        ((30.0, 10.0, 0.0), (4, 1, 2), "replica group 1 computes 10 samples per second (median: 20)", 0.2, 4 / 30),
     ],
     ids=["a slow group", "a fast group", "an unknown rate is the usual one"],
 )

@@ -158,7 +158,7 @@ def test_a_hang_that_ended_a_start_is_told_of_afterwards(folder):
     run.steps(6, 9)
     (verdict,) = conclude(read_run(run.run).evidence())
     assert (verdict.cause, verdict.rank) == ("hang", 1)
-    assert verdict.evidence[0] == "step 6 has taken 9 s; the longest one before took 1 s"
+    assert verdict.evidence[0] == "step 6 has taken 9 s; the longest earlier step took 1 s"
 
 
 def recovery(step: int, change: str, group: int | None) -> RecoveryEvent:

@@ -317,7 +317,7 @@ EQUIVALENT_FRACTION = 0.5
 starting size.
 
 Scaling the rate with the square root of the batch is exact if noise dominates the gradient. Otherwise AdamW's
-normaliser shrinks less. For equal progress, the rate would have to be sqrt((B_n + B) / (B_n + B0)) times larger at B
+denominator shrinks less. For equal progress, the rate would have to be sqrt((B_n + B) / (B_n + B0)) times larger at B
 than at B0, by up to 22% at B = B_n / 2. Measured (docs/benchmarks.md): no loss at a sixth of B_n, 0.4% at a third, 1%
 at two thirds."""
 

@@ -34,7 +34,8 @@ TIMED_EXCHANGES = 4
 COST_SHARE = 1e-3
 """Fraction of the run's time that sampling may take."""
 FIRST_SAMPLE_STEPS = 3
-"""Number of steps after a start in which no sample is taken, because they compile, warm up and connect."""
+"""Number of steps after a start in which no sample is taken, because they include compilation, warm-up and connection
+set-up."""
 LEAST_INTERVAL_STEPS = 10
 TOLD_STEPS = 2
 """Number of steps until all ranks know when the next sample is taken. A sample's results are sent with the next step,
@@ -267,8 +268,8 @@ def sampling_interval(costs_s: Sequence[float], step_s: float) -> int:
 
 
 class SampleTimes:
-    """Schedules the samples: immediately after the step duration changes, in quick succession while links are
-    undecided, and otherwise as rarely as their cost requires. The number of additional samples is limited to those
+    """Schedules the samples: immediately after the step duration changes, in quick succession while the speed of a link
+    is unsettled, and otherwise as rarely as their cost requires. The number of additional samples is limited to those
     needed to learn a link, plus one per regular sample. Noise that looks like a change therefore at most doubles the
     cost of sampling."""
 

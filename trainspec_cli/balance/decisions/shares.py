@@ -22,7 +22,7 @@ WORTHWHILE = 0.03
 """Samples are divided unevenly if that saves at least this fraction of the compute time."""
 COST_STEPS = 1.0
 """Upper bound on the cost of changing shares, in multiples of a step's compute time. Prefetched batches must be read
-again, and reading must catch up with the steps."""
+again, and prefetching must get ahead of the steps again."""
 LEAST_COST_STEPS = 0.1
 """Lower bound on the same cost, so that speeds measured over only a few steps do not trigger a change."""
 RANKS_A_STEP = 512
@@ -160,8 +160,8 @@ def _limited(division: Division, micro_batch_size: int) -> Division:
 
 
 def equalise(speeds: Sequence[Speed], micro_batches: int, samples: float, change: float) -> tuple[Speed, ...]:
-    """Return `speeds`, with the median speed for all ranks whose time for `samples` differs from the median time by at
-    most the fraction `change`, or by no more than noise explains."""
+    """Return `speeds`, replaced by the median speed for all ranks whose time for `samples` differs from the median time
+    by at most the fraction `change`, or by no more than noise explains."""
     times_s = [speed.step_s(samples, micro_batches) for speed in speeds]
     usual_s = median_low(times_s)
     usual = speeds[times_s.index(usual_s)]
@@ -208,23 +208,23 @@ def group_weights(rates: Sequence[float], change: float) -> tuple[float, ...]:
 
 
 def describe_rates(groups: Sequence[int], rates: Sequence[float]) -> str:
-    """Describe the group that differs most: `replica group 1 computes 12.5 samples per second, the median is 25`."""
+    """Describe the group that differs most: `replica group 1 computes 12.5 samples per second (median: 25)`."""
     usual = median(rates)
     odd = max(range(len(rates)), key=lambda place: max(rates[place] / usual, usual / rates[place]))
     if rates[odd] == usual:
         return f"all replica groups compute about {usual:.3g} samples per second"
-    return f"replica group {groups[odd]} computes {rates[odd]:.3g} samples per second, the median is {usual:.3g}"
+    return f"replica group {groups[odd]} computes {rates[odd]:.3g} samples per second (median: {usual:.3g})"
 
 
 def describe_speeds(speeds: Sequence[Speed]) -> str:
-    """Describe the rank that differs most: `data-parallel rank 2 computes a sample in 41 ms, the median is 20 ms`."""
+    """Describe the rank that differs most: `data-parallel rank 2 computes a sample in 41 ms (median: 20 ms)`."""
     usual_s = median_low(speed.per_sample_s for speed in speeds)
     ratios = [max(speed.per_sample_s / usual_s, usual_s / speed.per_sample_s) for speed in speeds]
     odd = ratios.index(max(ratios))
     if speeds[odd].per_sample_s == usual_s:
         return f"all ranks compute a sample in about {format_duration(usual_s)}"
     own_s = format_duration(speeds[odd].per_sample_s)
-    return f"data-parallel rank {odd} computes a sample in {own_s}, the median is {format_duration(usual_s)}"
+    return f"data-parallel rank {odd} computes a sample in {own_s} (median: {format_duration(usual_s)})"
 
 
 # Decide when to drop a node, by weighing the time saved against the cost of a restart.

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 Choice = TypeVar("Choice")
 ADVICE_S = 30.0
 """Advice is given once a change has been wanted for this many seconds of training. Waiting costs nothing, because
-advice changes nothing, and on a busy machine, other programs may slow one rank after another for a few seconds each."""
+advice changes nothing. On a busy machine, other programs may slow one rank after another for a few seconds each."""
 
 
 def patience_s(mode: str) -> float:
@@ -23,7 +23,7 @@ class SkiRental(Generic[Choice]):
     """Tracks, step by step, the change that is wanted."""
 
     def __init__(self, patience_s: float = 0.0) -> None:
-        """`patience_s`: minimum time of steps, in seconds, before a decision."""
+        """`patience_s`: minimum training time in seconds before a decision."""
         self._patience_s = patience_s
         self._waited_s = 0.0
         self._lost_s = 0.0

@@ -18,7 +18,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 FIRST_STEPS = 8
 """Minimum number of steps to learn a rank's first speed; noisy steps require more."""
 SKIPPED_STEPS = 2
-"""Number of steps to skip after a start or a change of sample shares, because they include compiling and warm-up."""
+"""Number of steps to skip after a start or a change of sample shares, because they include compilation and warm-up."""
 CONFIRMING_STEPS = 3
 """Number of consecutive steps that confirm a change."""
 CLEAR_FACTOR = 2.0
@@ -61,8 +61,8 @@ class Speed:
     noise: float = field(default=0.0, compare=False)
     """Relative uncertainty of the speed, from the spread of the steps it was learnt from."""
     shown_steps: int = field(default=0, compare=False)
-    """Number of steps that confirmed the speed as a change. The time lost in these steps counts when a response is
-    decided."""
+    """Number of steps that confirmed the speed as a change. The time lost in these steps counts when deciding on a
+    response."""
     is_settled: bool = field(default=True, compare=False)
     """True if the speed was learnt from so many steps that small differences are meaningful."""
     update_s: float = 0.0
@@ -387,7 +387,7 @@ def _usual_s(times_s: Sequence[float], paces: Sequence[float]) -> float:
     return median_low(time_s / pace for time_s, pace in zip(times_s, paces, strict=True))
 
 
-# Find the bucket size for summing gradients, by trying several sizes in a run's first steps.
+# Find the bucket size for reducing gradients, by trying several sizes in a run's first steps.
 #
 # With large buckets, the latency of an exchange is paid once for many gradients, but more of the last exchange is
 # exposed after the backward pass. The optimum is b* = sqrt(S a B), for S bytes, latency a and bandwidth B. The first
@@ -398,7 +398,7 @@ def _usual_s(times_s: Sequence[float], paces: Sequence[float]) -> float:
 ONE_BY_ONE = 0
 """The bucket size that stands for one bucket per block."""
 WARM_STEPS = 3
-"""Number of steps after a start that are not used as trials, because they connect and warm up."""
+"""Number of steps after a start that are not used as trials, because they include connection set-up and warm-up."""
 ROUNDS = 3
 """Number of trials of each size."""
 SPREAD = 4

@@ -342,7 +342,7 @@ def parse_items(text: str) -> Iterator[tuple[int, JsonValue]]:
 
 def _skip_space(text: str, start: int, line: int) -> tuple[int, int]:
     space = _SPACE.match(text, start)
-    assert space is not None, "it matches the empty text"
+    assert space is not None, "the pattern matches empty text"
     return space.end(), line + text.count("\n", start, space.end())
 
 

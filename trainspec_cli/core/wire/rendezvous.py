@@ -1,4 +1,4 @@
-"""The messages between the rendezvous server and its clients, one JSON object per line; and a client's connection. A
+"""The messages between the rendezvous server and its clients (one JSON object per line), and a client's connection. A
 request names its operation in `op`. Values in the store are text in which each character represents a byte."""
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ SLOWER = 2.0
 """A user command's steps are reported only if they take at least this many times as long as usual, because a script may
 vary its work per step by design."""
 STEPS_BEFORE = 8
-"""A user command must have completed this many steps before the slow ones, because the first steps compile and fill
-caches."""
+"""A user command must have completed this many steps before the slow ones, because the first steps include compilation
+and fill caches."""
 
 
 def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
@@ -53,7 +53,7 @@ def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerd
     common_s = np.partition((times.own_s + times.queued_s) / evidence.shares, middle, axis=1)[:, middle]
     excess_s = common_s - usual(common_s)
     found = find_episodes(excess_s, times.limit(excess_s), times.step_s, COMMON_S)
-    # Merge recurring verdicts into one per cause and place, with the earliest start and the mean cost.
+    # Merge recurring verdicts into one per cause and location, with the earliest start and the mean cost.
     joined: dict[tuple[object, ...], RunVerdict] = {}
     for episode in found:
         if episode.steadiness >= STEADY and (one := _explain_common(evidence, episode, common_s)):
@@ -247,8 +247,7 @@ def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return a verdict if steps wait for the rank with the longest samples, and this is another rank from step to
-    step."""
+    """Return a verdict if steps wait for the rank with the longest samples, and that rank differs from step to step."""
     attended = evidence.counter("attended")
     kinds = np.array(evidence.kinds)
     if evidence.ranks < 2 or not np.isfinite(attended).any():
@@ -312,10 +311,10 @@ class Outlook:
     basis: str
     """The planner's name for the machine, or the reason why the planner cannot model it."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """The time in passes and optimizer by bottleneck, as fractions; empty if the planner does not know it."""
+    """Fractions of the time in passes and optimizer, by bottleneck; empty if the planner does not know them."""
     changes: tuple[PlannedChange, ...] = ()
     exposed: Mapping[str, float] = field(default_factory=lambda: {EXCHANGES: 1.0})
-    """The exposed communication by bottleneck, as fractions, excluding waits for late ranks."""
+    """Fractions of the exposed communication, by bottleneck, excluding waits for late ranks."""
 
     @property
     def is_known(self) -> bool:
@@ -409,7 +408,7 @@ def _bounds(parts_s: Mapping[str, float], outlook: Outlook) -> Iterator[tuple[st
 LEAST_STEPS = 8
 """With fewer steps than this, only a hang is reported."""
 WARM_STEPS = 2
-"""Number of steps at the start that are ignored, because they compile, connect and allocate."""
+"""Number of steps at the start that are ignored, because they include compilation, connection set-up and allocation."""
 
 EVALUATION_SHARE = 0.2
 """Evaluations that take less than this fraction of the combined time of steps and evaluations are not reported."""
@@ -463,7 +462,7 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
             (one.waits_in for rank, one in evidence.stalls.items() if rank not in late and one.waits_in), None
         )
         text = f"step {longest.step} has taken {longest.waited_s:.3g} s; "
-        text += f"the longest one before took {longest.usual_s:.3g} s"
+        text += f"the longest earlier step took {longest.usual_s:.3g} s"
         others = (f"the others wait in {waits_in}",) if waits_in else ()
         found = RunVerdict(
             cause="hang",
@@ -476,7 +475,7 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
             replace(found, rank=rank, confidence=0.95, evidence=(*found.evidence, *_stack(evidence, rank)))
             for rank in late
         ] or [found]
-    # The first steps compile, connect and allocate, so they are ignored.
+    # The first steps include compilation, connection set-up and allocation, so they are ignored.
     warm = replace(
         evidence,
         steps=evidence.steps[WARM_STEPS:],
@@ -529,7 +528,7 @@ def with_evaluations(
         since_step=evaluations[0][0],
         cost_s=seconds / steps,
         confidence=0.95,
-        evidence=(f"{took}: {seconds / (seconds + steps_s):.0%} of both went into evaluation",),
+        evidence=(f"{took}: {seconds / (seconds + steps_s):.0%} of this time was spent on evaluation",),
         advice=ADVICE["evaluation"],
     )
     return heaviest_first([*verdicts, found])
@@ -582,7 +581,7 @@ def _explained(verdicts: list[RunVerdict]) -> list[RunVerdict]:
 
 
 def _joined(verdicts: list[RunVerdict]) -> list[RunVerdict]:
-    """Merge recurring verdicts with the same cause and place."""
+    """Merge recurring verdicts with the same cause and location."""
     joined: dict[tuple[object, ...], RunVerdict] = {}
     for one in sorted(verdicts, key=lambda one: one.since_step):
         known = joined.get(one.place)

@@ -251,8 +251,8 @@ class RunReader:
             elif isinstance(event, LookEvent):
                 self.looks.append(event.look)
             elif isinstance(event, RecoveryEvent) and event.change == "retried":
-                # When a group leaves or joins, a step is repeated because of its node, and not because a link has
-                # failed.
+                # When a group leaves or joins, a step is repeated because of the group's node, not because of a failed
+                # link.
                 self._retried.add(event.step)
             elif isinstance(event, DirectiveEvent) and event.applied and event.kind in ("layers", "layout"):
                 if self.changed is None or event.step >= self.changed.step:
@@ -274,7 +274,7 @@ class RunReader:
         return min((history.newest for history in self.histories), default=0)
 
     def evidence(self, now: float | None = None) -> RunEvidence:
-        """Return the evidence on the steps since the last layout change, as far as every rank has written them. `now`:
+        """Return the evidence on the steps since the last layout change that all ranks have written. `now`:
         Unix time, while the run is in progress."""
         made = [np.array(history.steps.steps, dtype=np.int64) for history in self.histories]
         # Ranks write at different times. Only steps that all of them have written can be compared.

@@ -2,7 +2,7 @@
 
 A late rank makes the others wait, but does not wait itself, so the rank that waits least in a step shows how long the
 transfer takes. The small exchange that ends each step shows the latency, independent of the bandwidth. Retransmitted
-segments, round-trip times and the rate of each connection show the cause and the place.
+segments, round-trip times and the rate of each connection reveal the cause and the location.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ LOST = 1e-3
 LOST_SEGMENTS = 5
 RECENT_STEPS = 16
 TIMEOUTS = 0.5
-"""If the ratio of time-outs to retransmitted segments is at least this, a path has outages; otherwise it loses single
+"""If the ratio of timeouts to retransmitted segments is at least this, a path has outages; otherwise it loses single
 segments."""
 LATER_S, LATER = 5e-4, 1.0
 """The latency has grown if it exceeds the usual latency by at least this many seconds and by at least this fraction. A
-link with a delay delays the small exchange by at least half a round trip; by then, the queue of a narrow link has
-drained."""
+link with a delay delays the small exchange by at least half a round trip, whereas the queue of a narrow link has
+drained before that exchange."""
 OF_LARGE = 1 / 3
 """If a delay lengthens the large exchanges by some factor, it lengthens the small exchange by at least this fraction of
 that factor. The factors differ because the usual time of the small exchange also contains waits for other ranks."""
@@ -52,8 +52,8 @@ DELAY_SHARE = 0.05
 transfers, because the small exchange shows a delay in every step."""
 LOADED, OF_RTT = 0.2, 0.3
 """Two conditions for attributing a longer latency to a link: ranks lack a processor for at most the first fraction of a
-step, and round trips show at least the second fraction of the increase (summed over the exchange's round trips). Behind
-a relay, round trips show nothing. In that case, ranks must not lack a processor at all."""
+step, and round-trip times account for at least the second fraction of the increase (summed over the exchange's round
+trips). Behind a relay, round-trip times show nothing. In that case, ranks must not lack a processor at all."""
 OF_NOISE = 0.5
 """If waiting for processors accounts for at least this fraction of a transfer's excess time, no link is blamed."""
 HELD_QUEUED_S = 1e-2
@@ -63,7 +63,7 @@ LONG_STEPS_S = 3.0
 it."""
 
 OUTAGES = 2
-"""A link is blamed for outages only if its connections time out at this many separate places in a run."""
+"""A link is blamed for outages only if its connections time out on this many separate occasions in a run."""
 MOST_STEPS, AT_OUTAGES = 0.5, 0.8
 """Outages are temporary: fewer than this fraction of the steps contain one, and these steps contain at least this
 fraction of the retransmissions."""
@@ -106,8 +106,8 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
 
 
 def _is_queued_in_transit(evidence: RunEvidence, paths: Sequence[Path], least_s: float = QUEUED_S) -> bool:
-    """Return whether data is delayed on its way between nodes. Round trips show this even if a rank lacks a processor,
-    because the kernel sends the acknowledgements."""
+    """Return whether data is delayed on its way between nodes. Round-trip times show this even if a rank lacks a
+    processor, because the kernel sends the acknowledgements."""
     return any(path.has_queue(least_s) and len(set(_ends(evidence, path))) > 1 for path in paths)
 
 
@@ -132,8 +132,8 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
     # More outages may follow, unless more than twice the mean interval has passed since the last one.
     goes_on = len(step_s) - 1 - last <= 2 * span.steps / (bouts - 1)
     text = (
-        f"{sum(path.timeouts for path in paths):.0f} time-outs of connections in {bouts} places, most of them between "
-        f"ranks {_names(worst.ranks)}; nothing is lost in between"
+        f"{sum(path.timeouts for path in paths):.0f} connection timeouts on {bouts} occasions, most of them "
+        f"between ranks {_names(worst.ranks)}; nothing is lost in between"
     )
     return [
         RunVerdict(
@@ -158,7 +158,7 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
         resent = sum(path.resent for path in paths)
         timeouts = sum(path.timeouts for path in paths)
         if timeouts > TIMEOUTS * resent:
-            text = f"{timeouts:.0f} time-outs of connections, which then continued"
+            text = f"connections timed out {timeouts:.0f} times, then continued"
             return _verdict(evidence, episode, "network_timeouts", losing, paths, lambda path: path.timeouts, text)
         share = resent / sum(path.segments for path in paths)
         text = f"{share:.2%} of segments were retransmitted, most of them between ranks {_names(losing.ranks)}"
@@ -232,8 +232,8 @@ def _latency_s(evidence: RunEvidence, episode: Episode) -> tuple[float, float]:
 def _answers_later(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
     """Return whether the latency has grown by more than the queue of a narrow link could explain."""
     latency_s, usual_s = _latency_s(evidence, episode)
-    # A delay lengthens the small exchange by at least half of the increase in round-trip time; by then, the queue of a
-    # narrow link has drained.
+    # A delay lengthens the small exchange by at least half of the increase in round-trip time, whereas the queue of a
+    # narrow link has drained before that exchange.
     one_way_s = max((path.rtt_s - path.usual_rtt_s for path in paths), default=0.0) / 2
     if not paths:
         # Without connections, compare with the large exchanges of the link samples: a delay lengthens the small
@@ -245,7 +245,7 @@ def _answers_later(evidence: RunEvidence, episode: Episode, paths: Sequence[Path
 
 
 def _delayed(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> RunVerdict | None:
-    """Return a verdict on a link whose latency has grown; None if round trips do not confirm it."""
+    """Return a verdict on a link whose latency has grown; None if round-trip times do not confirm it."""
     latency_s, usual_s = _latency_s(evidence, episode)
     worst = max(paths, key=lambda path: path.rtt_s - path.usual_rtt_s, default=None)
     # Ranks that wait for a processor also delay exchanges. That time is not due to the link.
@@ -256,8 +256,8 @@ def _delayed(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> 
     crosses = worst is not None and len(set(_ends(evidence, worst))) > 1
     round_trips = 2 * (evidence.ranks - 1) if crosses and not is_loaded else 1  # as in a ring's small all-reduce
     shows_rtt = worst is not None and round_trips * (worst.rtt_s - worst.usual_rtt_s) >= OF_RTT * latency_s
-    # Round trips are no evidence if a relay sends the acknowledgements instead of the other end, or if accelerators
-    # communicate over connections that are not counted.
+    # Round-trip times are no evidence if a relay sends the acknowledgements instead of the other end, or if
+    # accelerators communicate over connections that are not counted.
     may_hide_rtt = any(len(set(path.ranks)) == 1 for path in paths) or (evidence.on_accelerator and not paths)
     if not shows_rtt and (is_loaded or not may_hide_rtt):
         return None

@@ -20,7 +20,7 @@ READINGS = 6 * EIGHTHS
 """Leaks are searched for in windows of at most this many recent readings."""
 ALIKE = 0.5
 """A few readings suffice if memory grew in every eighth of them by at least this fraction of the mean growth. (A cache
-that is filling up grows less and less.)"""
+that is filling up grows ever more slowly.)"""
 LEAST_LEAKING = 4
 """Number of readings since the start of a leak that suffice to determine its slope."""
 LEAST_GROWTH, LEAST_GROWTH_BYTES = 0.05, 32 * 2**20

@@ -196,8 +196,8 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         of_rank = [one for one in unexplained if one.rank == rank]
         episodes = [one.episode for one in of_rank]
         loaded = sum(times.is_loaded(episode) for episode in episodes)
-        # A slowdown is permanent if the rank is still slow, or was slow for long and most of the time since the first
-        # episode.
+        # A slowdown is permanent if the rank is still slow, or has been slow for a long time and for most of the time
+        # since the first episode.
         newest = episodes[-1]
         span_s = times.step_s[episodes[0].first : newest.last + 1].sum()
         slow_s = sum(times.step_s[episode.where].sum() for episode in episodes)
@@ -353,7 +353,7 @@ def _more_work(
         own = mean_known(work[is_late, rank])
         others = mean_known(of_peers[is_late])
         if others > 0 and own / others - 1 > MORE_WORK * episode.excess / max(expected_s, 1e-9):
-            # If the steps before and after show how time depends on work, it has to be enough.
+            # If the steps before and after show how time depends on work, the additional work must explain the excess.
             explained_s = due_to_work(work[:, rank] - of_peers, excess_s, is_late)
             if not explained_s < EXPLAINS * episode.excess:
                 return own / others - 1

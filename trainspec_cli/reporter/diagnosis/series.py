@@ -27,7 +27,7 @@ SMOOTHED_STEPS = 5
 CONFIRMING_STEPS = 3
 """A series must be above its limit for at least this many steps in a row."""
 CONFIRMING_S = 1.0
-"""It must also be above its limit for at least this many seconds, because shorter load on the machine does not
+"""It must also be above its limit for at least this many seconds, because shorter bursts of load on the machine do not
 matter."""
 GAP_STEPS = 4
 """Two episodes with at most this many steps between them are merged."""
@@ -120,8 +120,9 @@ def find_episodes(
 
 
 def due_to_work(work: Figures, seconds: Figures, where: npt.NDArray[np.bool_]) -> float:
-    """Return the seconds by which more work raises a series (T,) in the steps `where` (T,), extrapolated from how the
-    series depends on work in the other steps. NaN if too few of them are known, or if their work varies too little."""
+    """Return by how many seconds additional work raises a series (T,) in the steps `where` (T,), extrapolated from how
+    the series depends on work in the other steps. NaN if too few of them are known, or if their work varies too
+    little."""
     known = np.isfinite(work) & np.isfinite(seconds)
     inside, others = known & where, known & ~where
     if not inside.any() or others.sum() < FITTED_STEPS:
@@ -267,7 +268,7 @@ def _path(ranks: Pair, connections: Sequence[Connection], episode: Episode) -> P
 
 
 def rise(series: Figures, episode: Episode, over_ranks: Callable[..., Figures]) -> float:
-    """Return how far a counter over all ranks is above its usual level during an episode; 0 if unknown."""
+    """Return by how much a counter, over all ranks, exceeds its usual level during an episode; 0 if unknown."""
     whole = over_all_ranks(series, over_ranks)
     inside = whole[episode.where]
     if not np.isfinite(inside).any():

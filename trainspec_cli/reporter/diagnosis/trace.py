@@ -34,9 +34,9 @@ class ClockOffset:
     node: int
     offset_s: float
     error_s: float | None
-    """Uncertainty of the offset; None if no exchange shows the offset, which is then assumed to be 0."""
+    """Uncertainty of the offset; None if the offset could not be measured, and is assumed to be 0."""
     exchanges: int
-    """Number of exchanges that show the offset."""
+    """Number of exchanges from which the offset was measured."""
 
 
 def clock_offsets(nodes: Sequence[int], left: Sequence[Mapping[int, tuple[float, float]]]) -> tuple[ClockOffset, ...]:

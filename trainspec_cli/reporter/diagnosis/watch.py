@@ -91,7 +91,7 @@ class DiagnosisWatch:
             self._write(ended, report, is_over=True)
 
     def _write(self, verdict: RunVerdict, report: Callable[[VerdictEvent], None], *, is_over: bool) -> None:
-        assert self._reader is not None, "something was read"
+        assert self._reader is not None, "events were read before"
         event = VerdictEvent(step=self._reader.step, is_over=is_over, verdict=verdict)
         writer = EventWriter(self._run.verdicts, SUPERVISOR)
         writer.write(event)

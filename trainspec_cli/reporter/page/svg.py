@@ -1,5 +1,5 @@
-"""Charts as inline SVG: stacked bars that scale with the page, and lines on logarithmic or linear axes. They need no
-scripts and no network."""
+"""Charts as inline SVG: stacked bars that scale with the page, and line charts on logarithmic or linear axes. They need
+no scripts and no network."""
 
 from __future__ import annotations
 

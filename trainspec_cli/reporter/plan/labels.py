@@ -132,7 +132,7 @@ TIME_PARTS = {
     "host_s": "host",
 }
 OVERHEADS = tuple(key for key in TIME_PARTS if key not in ("matmul_s", "attention_s"))
-"""The phases of a step other than the model's matrix products and attention."""
+"""The phases of a step other than the model's matmuls and attention."""
 LOST_PARTS = {
     "restart": "job down, starting again",
     "rework": "work undone by failures",

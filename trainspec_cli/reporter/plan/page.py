@@ -159,7 +159,7 @@ def _candidates(plan: PlanReport) -> str:
         cells.append(f'<td class="meter">{render_bar([used], 1.0)}<small>{limit}{chance}</small></td>')
         rows.append(f"<tr{' class=best' if rank == 1 and candidate.fits else ''}>{''.join(cells)}</tr>")
     considered = f"{capacity.considered:,} layouts were considered; " if capacity.considered else ""
-    listed = f"the {len(rows)} best are listed." if plan.best else "none fits; these come nearest."
+    listed = f"the {len(rows)} best are listed." if plan.best else "none fits; these come closest."
     safest = capacity.safest and plan.best and labels.safest_label(plan.best, capacity.safest)
     said = "".join(f" {heading}: {text}." for heading, text in labels.choice_lines(capacity))
     said += f" Safest within 10%: {safest}." if safest else ""

@@ -334,14 +334,17 @@ def pace_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:
 
 
 def describe_won_back(simulation: Simulation) -> str:
-    """`94% of what whole samples allow is recovered (92% of what the speeds allow)`"""
+    """`94% of the loss recoverable with whole samples is recovered (92% with fractional samples)`"""
     won = simulation.won_back
     of_real = simulation.won_back_of_real
     if of_real is None:
-        return "other shares would not recover anything: 0 of 0"
+        return "other shares would not recover any loss"
     if won is None:
         return "with whole samples, nothing can be recovered; a larger batch allows finer shares"
-    return f"{percent(won)} of what whole samples allow is recovered ({percent(of_real)} of what the speeds allow)"
+    return (
+        f"{percent(won)} of the loss recoverable with whole samples is recovered "
+        f"({percent(of_real)} with fractional samples)"
+    )
 
 
 def decision_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:

@@ -188,7 +188,7 @@ def _asked_for(plan: PlanReport, width: int, verbose: bool) -> list[RenderableTy
 
 
 def _checks(plan: PlanReport, run: RunForecast) -> list[tuple[str, str]]:
-    """Return (label, text) lines for missing inputs, notes, and assumptions with other values than the defaults."""
+    """Return (label, text) lines for missing inputs, notes, and assumptions whose values differ from the defaults."""
     # If carbon is missing, the reason is the same as for energy.
     rows = [
         (name, f"{value}: {detail}")
@@ -297,7 +297,7 @@ def _memory(best: Candidate) -> RenderableType:
 
 def _time(best: Candidate) -> RenderableType:
     """Render the phases of a step as computed by planner/time/step.py (`StepTime`)."""
-    title = f"Step of the best layout  {format_duration(best.step_time_s)}, communication as far as it is not hidden"
+    title = f"Step of the best layout  {format_duration(best.step_time_s)}, counting only exposed communication"
     parts = labels.present(vars(best.time), labels.TIME_PARTS)
     rows = [(name, value, format_duration(value), TIME_COLOURS.get(key, COMPUTE)) for key, name, value in parts]
     return _bars(title, rows, best.time.total_s)

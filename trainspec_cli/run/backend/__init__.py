@@ -18,7 +18,7 @@ class RunBackend(Protocol):
 
     @property
     def hub(self) -> Hub | None:
-        """The hub that sends messages to the workers; None if the workers run another program than the engine, because
+        """The hub that sends messages to the workers; None if the workers run a program other than the engine, because
         such workers do not connect to a hub."""
 
     def start(self, group: int, number: int) -> None:
@@ -33,7 +33,7 @@ class RunBackend(Protocol):
         the workers of that group, because its torchrun is gone."""
 
     def kill(self, group: int | None = None) -> tuple[int, ...]:
-        """Kill whatever is left of a group immediately; `poll` reports when that is done. With None: kill everything,
+        """Immediately kill whatever is left of a group; `poll` reports when that is done. With None: kill everything,
         wait until it has ended, release the generation's resources, and return the ids of processes that could not be
         ended."""
 

@@ -1,8 +1,8 @@
 """Find the processes of a launch as the descendants of the process that starts them.
 
-torchrun starts each worker in a new session. When a process is killed, its children are adopted. On Linux, this process
-adopts them, as long as a `Family` exists. On other systems, the init process adopts them, and they are found by their
-environment variables."""
+torchrun starts each worker in a new session. When a process is killed, its children are reparented: on Linux to this
+process, as long as a `Family` exists; on other systems to init, and they are then found by their environment
+variables."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Family:
                 if is_known or is_new or self._is_marked(variables):
                     found[process.pid] = process
         self._seen.update(found.values())
-        # Reap adopted processes that have ended; processes started here are left to their Popen.
+        # Reap adopted processes that have ended; those started here are reaped by their Popen.
         for process in self._seen - set(found.values()):
             # A Popen whose child was reaped elsewhere reports exit code 0, so a failed torchrun would count as
             # successful.

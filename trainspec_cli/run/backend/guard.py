@@ -3,7 +3,7 @@ supervisor was killed.
 
 Its standard input is a pipe whose write end only the supervisor holds. When the job has ended, the supervisor writes
 `DONE`. If the pipe closes without `DONE`, the supervisor is dead (`kill -9`, out of memory). The workers are then asked
-to stop, and killed after GRACE_S. Workers that have not started to train (their event files are still SPOKEN_BYTES
+to stop, and killed after GRACE_S. Workers that have not started training (their event files are still SPOKEN_BYTES
 long) have nothing to save and are killed immediately. It works the same on Linux and macOS, and independently of
 torchrun, which may itself be stuck.
 """

@@ -22,9 +22,9 @@ serving its agents."""
 
 
 def max_pending(num_nodes: int) -> int:
-    """Return the maximum number of simultaneous handshakes; one more closes the oldest. The number is high enough for
-    each handshake to be polled at least twice, so that an agent can answer in between. A worker whose connection is
-    closed reconnects."""
+    """Return the maximum number of simultaneous handshakes; starting another closes the oldest. The number is high
+    enough for each handshake to be polled at least twice, so that an agent can answer in between. A worker whose
+    connection is closed reconnects."""
     return num_nodes + 2 * MAX_ACCEPTED
 
 
@@ -36,7 +36,7 @@ class RemoteNode:
     hostname: str = ""
     wire: Wire | None = None
     has_left: bool = False
-    """True if the node's agent has exited in an orderly way."""
+    """True if the node's agent has exited cleanly."""
     loss: str = ""
     """Why the node is considered lost."""
     lost_at_s: float = -math.inf

@@ -29,7 +29,7 @@ from trainspec_cli.run.rendezvous.address import Rendezvous
 
 class RunningStart(Protocol):
     """One start of a replica group, on one or several nodes. The start has ended once all of these nodes have reported
-    so."""
+    its end."""
 
     group: int
     number: int
@@ -41,7 +41,7 @@ class RunningStart(Protocol):
         """Record that a node is lost; its processes end by themselves. `number`: the node's number in the job."""
 
     def poll(self) -> Iterator[run_state.Event]:
-        """Yield new events, the last of which is the end of the start."""
+        """Yield new events; the last one reports the end of the start."""
 
     @property
     def has_ended(self) -> bool: ...

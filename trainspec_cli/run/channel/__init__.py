@@ -5,7 +5,7 @@ exchange typed messages (`messages.py`): over a Unix socket if all of them are o
 
     agent -> hub      its identity, what its node can do, how processes ended, heartbeats
     hub -> agent      start, stop or kill a group; end; heartbeats
-    worker -> hub     confirmed speeds of ranks and links; memory shortages, which the hub forwards to other workers
+    worker -> hub     confirmed speeds of ranks and links; out-of-memory failures, which the hub forwards to the others
     hub -> worker     a new layout, a request for a profile, the number of replica groups to expect
 
 What does not use the channel, and why:

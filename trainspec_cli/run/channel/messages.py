@@ -84,7 +84,7 @@ class GroupExited:
 
 @dataclass(frozen=True)
 class StepsMade:
-    """How far a user-defined command has come on the node since this start."""
+    """How far a user-defined command has progressed on the node since this start."""
 
     group: int
     number: int
@@ -126,7 +126,7 @@ class ProcessSilent:
     """A process of a user-defined command whose steps are not counted."""
 
     rank: int | None
-    """The rank that the process's environment states."""
+    """The rank stated in the process's environment."""
     host: str
     pid: int
     command: str
@@ -197,7 +197,7 @@ class KillGroup:
 
 @dataclass(frozen=True)
 class HangFound:
-    """A user-defined command hangs; the node should record the positions of its ranks."""
+    """A user-defined command hangs; the node should record where in the code its ranks are."""
 
     late: tuple[int, ...]
     """The ranks that all other ranks are waiting for."""

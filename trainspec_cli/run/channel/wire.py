@@ -24,7 +24,7 @@ CALL_TIMEOUT_S = 60.0
 """An agent retries for this many seconds after the hub has closed its connection, which happens when too many agents
 connect at the same time."""
 LINE_BYTES = 2**22
-"""A peer is disconnected if it sends a longer line or leaves this many bytes unread."""
+"""A peer is disconnected if it sends a line longer than this or leaves this many bytes unread."""
 SHOWN_BYTES = 80
 """Number of bytes of an invalid line that the error message shows."""
 

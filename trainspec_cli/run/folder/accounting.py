@@ -33,8 +33,8 @@ from trainspec_cli.run.folder.files import StepColumns
 from trainspec_cli.run.folder.paths import RunDir
 
 WARMUP_STEPS = 3
-"""Number of steps at each start that are excluded from the speed if there are later ones, because they compile and
-allocate."""
+"""Number of steps after each start that are excluded from the speed if there are later ones, because they include
+compilation and allocation."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def _spent_after(attempt: Attempt, following: Attempt | None, marks: Sequence[Ev
     """Account for the time from an attempt's last event to the next launch whose workers started, or to the last event.
 
     The marks divide this time into intervals, each of which counts once. Launches whose workers never started are
-    included, because the time until their failure was noticed is not the previous attempt's fault."""
+    included, because the time until their failure was noticed must not be charged to the previous attempt."""
     spent = WallTime()
     until = following.launched if following else math.inf
     is_restarted = following is not None and following.restarted
@@ -321,7 +321,7 @@ def _before_launch(came_from: str, *, is_restarted: bool) -> str:
     return "recovery" if is_restarted else "idle"
 
 
-# Memory shortages: the settings that a run has adopted because of them and uses in its next start.
+# The settings that a run has adopted after out-of-memory failures, and that its next start uses.
 
 
 def read_reliefs(run: RunDir, layout: str) -> list[Relief]:

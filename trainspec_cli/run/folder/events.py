@@ -79,8 +79,7 @@ class EventWriter:
 
 
 class EventTail:
-    """Reads what has been appended to a file since the last call. An incomplete line is returned only once it is
-    complete."""
+    """Reads what has been appended to a file since the last call. A line is returned only once it is complete."""
 
     def __init__(self, path: Path, last_bytes: int | None = 0):
         """Start at the end of the file, or `last_bytes` before it (None: at its start). If a line is cut off there, it
@@ -113,8 +112,8 @@ class EventTail:
 
 
 def spoken_bytes(run: RunDir) -> int:
-    """Return the total length of the first workers' event files, including those of replica groups. If a start's
-    workers have not appended to these files, it has not started to train."""
+    """Return the total length of rank 0's event files: the run's, and those of its replica groups. If a start's
+    workers have not appended to these files, it has not started training."""
     files = [run.events(0), *run.events_folder.glob("group*/rank00000.jsonl")]
     return sum(path.stat().st_size for path in files if path.is_file())
 

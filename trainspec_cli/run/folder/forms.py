@@ -94,7 +94,7 @@ FORMS = (
     ),
     Form("own job", ("own_job.json",), "json", "the Slurm job of a user-defined command", needs=("wanted",)),
     Form("job", ("slurm.json",), "json", "the Slurm job of a run", needs=("job_id",)),
-    Form("meeting", ("sites/meeting.json",), "json", "the state of far-apart sites"),
+    Form("meeting", ("sites/meeting.json",), "json", "the state of distant sites"),
     Form(
         "own checkpoint",
         ("own_checkpoints/step_*/manifest.json",),

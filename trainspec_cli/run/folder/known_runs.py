@@ -21,7 +21,7 @@ from trainspec_cli.run.folder.paths import RunDir
 
 FILE = "runs.jsonl"
 MOST_BYTES = 256 * 1024
-"""Maximum size, for about a thousand runs. When the file grows beyond it, the older half is dropped."""
+"""Maximum size, enough for about a thousand runs. When the file grows beyond it, the older half is dropped."""
 
 
 @dataclass(frozen=True)

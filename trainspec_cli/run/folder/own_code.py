@@ -1,4 +1,4 @@
-"""Keep a copy of the user-defined code that a run executes next to its recipe, and find later changes to the code."""
+"""Keep a copy of a run's user-defined code next to its recipe, and detect later changes to the code."""
 
 from __future__ import annotations
 

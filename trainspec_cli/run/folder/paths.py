@@ -3,7 +3,7 @@
 RUN/
   composed.yaml   the composed recipe            run.json     digest, recipe, argv, git state, data folder
   plan.json       the workers' plan              versions.json  lock of versions
-  command.txt     the started command, to paste  pid.json     the supervisor, during the run
+  command.txt     the command line, to paste     pid.json     the supervisor, during the run
   events/rank00000.jsonl, supervisor.jsonl       errors/rank00000.json  the report of a failed worker
   checkpoints/step_00000020/                     logs/        run.log, and the workers' output
   result.json     how it ended

@@ -158,7 +158,7 @@ def _digest(content: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True)
 class PlanOutline:
-    """The parts of plan.json that can be read regardless of its version; all empty without a plan."""
+    """The parts of plan.json that can be read regardless of its version; all of them are empty without a plan."""
 
     spec: JsonObject = field(default_factory=dict)
     total_steps: int | None = None
@@ -258,7 +258,7 @@ class WorkerErrorRecord:
     step: Count | None = None
     exit_code: int | None = None
     shortage: Shortage | None = None
-    """The memory shortage."""
+    """The out-of-memory failure, if there was one."""
 
 
 @dataclass(frozen=True, kw_only=True)

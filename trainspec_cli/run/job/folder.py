@@ -94,7 +94,7 @@ def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
         with suppress(FileExistsError):
             candidate.mkdir(PRIVATE_FOLDER)
             return candidate
-    raise AssertionError("counting has no end")
+    raise AssertionError("itertools.count never ends")
 
 
 def write_launch(

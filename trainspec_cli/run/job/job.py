@@ -39,11 +39,11 @@ _TORCHRUN = (sys.executable, "-m", "trainspec_cli.engine.comm.joining")
 @dataclass(frozen=True)
 class Job:
     root: Path
-    """The run folder, absolute."""
+    """The absolute path of the run folder."""
     command: tuple[str, ...]
     """torchrun and the workers that it starts."""
     environment: Mapping[str, str]
-    """Variables added to the environment of the command line."""
+    """Variables added to the inherited environment."""
     world_size: int
     stop_grace_s: float
     logs: Path
@@ -240,8 +240,8 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
         # This records each rank's last collectives, for the report on a hanging step. The cost is too small to measure.
         "TORCH_FR_BUFFER_SIZE": "200",
         # When NCCL fails in one process, its watchdog uses the store to ask all others to write these records to a
-        # file, and ends them some minutes later. This includes replica groups that survive the failure but share the
-        # store.
+        # file, and ends these processes some minutes later. This includes replica groups that survive the failure but
+        # share the store.
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         # torch 2.11 does not know this variable, and waits for 30 s.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(FAILURE_GRACE_S),

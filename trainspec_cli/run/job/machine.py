@@ -24,7 +24,7 @@ from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.gpus import FoundGpus, find_gpus
 
-# avx512_bf16 alone does not make bf16 faster: converting numbers to bf16 costs more time than the faster products save.
+# avx512_bf16 alone does not make bf16 faster: converting numbers to bf16 costs more time than the faster matmuls save.
 # With it, the quickstart takes 1.5 times the processor time of fp32 (measured on a processor with AMX, with oneDNN
 # limited to AVX512_CORE_BF16).
 BF16_CPU_FLAG = "amx_bf16"
@@ -151,8 +151,8 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def allow_connections(connections: int) -> None:
-    """Raise the limit on open files so that it suffices for this many connections beyond the usual need, as far as the
-    system allows."""
+    """Raise the limit on open files, as far as the system allows, to make room for this many connections in addition to
+    the files that are usually open."""
     wanted = connections + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

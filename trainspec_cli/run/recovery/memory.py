@@ -2,7 +2,7 @@
 
 The global batch, and with it the loss and the gradients, stay the same up to rounding, because only the number of
 passes and the location of the optimizer state change. Settings are ordered by the memory that they leave free. Each
-shortage leads to a later setting, so a run uses each setting at most once."""
+out-of-memory failure leads to a later setting, so a run uses each setting at most once."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def apply_reliefs(setting: MemorySetting, reliefs: Sequence[Relief]) -> MemorySe
             for relief in reliefs
             if _is_alike(relief.failed, setting) and setting.micro_batch_size >= relief.failed.micro_batch_size
         ]
-        # A relief without a new setting occurs only in a damaged file, and is skipped.
+        # Only a damaged file contains a relief without a new setting; it is skipped.
         found = [taken for taken in asks_as_much if rank_setting(taken) > rank_setting(setting)]
         if not found:
             return setting
@@ -85,8 +85,8 @@ def apply_reliefs(setting: MemorySetting, reliefs: Sequence[Relief]) -> MemorySe
 
 
 def with_reliefs(plan: Plan, reliefs: Sequence[Relief]) -> Plan:
-    """Return `plan` with the setting that the shortages so far have led to. After the first shortage, no rank may
-    process larger micro-batches than the others."""
+    """Return `plan` with the setting that the out-of-memory failures so far have led to. After the first one, no rank
+    may process larger micro-batches than the others."""
     setting = apply_reliefs(plan.memory_setting, reliefs)
     if setting == plan.memory_setting and not any(_is_alike(relief.failed, setting) for relief in reliefs):
         return plan

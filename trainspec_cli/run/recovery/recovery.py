@@ -10,9 +10,10 @@ with random events. A replica group passes through these phases:
                              +---> gone        it is not restarted
 
 A single-group run keeps its state only in checkpoints. After a failure its workers have a grace period to report, and
-it restarts as a new generation from its newest checkpoint, if a restart promises progress. With several groups, a
-failed one is killed immediately: the others hold the state, continue, and heal it when it returns. After a memory
-shortage the next start uses a setting that needs less memory (`memory.py`); if none is left, the run ends.
+it restarts as a new generation from its newest checkpoint, if a restart is likely to make progress. With several
+groups, a failed one is killed immediately: the others hold the state, continue, and heal it when it returns. After an
+out-of-memory failure, the next start uses a setting that needs less memory (`memory.py`); if none is left, the run
+ends.
 
 A single-group run drops a node that is too slow (`SlowNodes` in `supervise.py`): it writes a checkpoint, exits and
 restarts without the node. A run with several groups keeps its slow nodes and assigns them fewer samples.
@@ -22,7 +23,7 @@ When a node dies, its agent's connection closes, or is silent for `run.node_time
 reports NodeLost. Here, `_node_lost` orders those groups to be killed. For a single-group run, the loss is recorded
 (errors/nodeNNNNN.json, by `supervise.py`). When no process of a group is left, GroupEnded follows. A single-group run
 ends with exit code 5, and its Slurm job is requeued without the node. With several groups, the others continue, and the
-group waits for its node until that has been away for too long.
+group waits for its node until the node has been away for too long.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ RESTART_WINDOW_S = 3600.0
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 STUCK = 0.9
-"""The other groups must have waited for this fraction of `resilience.exchange_timeout_s`. It is below 1 because clocks
-are read only 10 times per second."""
+"""A group counts as stuck once the others have waited for it for this fraction of `resilience.exchange_timeout_s`. It
+is below 1 because clocks are read only 10 times per second."""
 ANSWER_S = 2.0
 """Time in seconds within which a group retries a failed exchange."""
 
@@ -188,8 +189,8 @@ def may_restart(resilience: ResilienceSpec, restarts_s: tuple[float, ...], now_s
 
 
 def pause_s(failures_in_a_row: int) -> float:
-    """Return the pause before the next start: no pause after the first failure since the last step, then it doubles
-    each time."""
+    """Return the pause before the next start: none after the first failure since the last step, then doubling each
+    time."""
     if failures_in_a_row <= 1:
         return 0.0
     return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failures_in_a_row - 2, 30)))
@@ -307,7 +308,7 @@ def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
 
 def _restart_of_budget(state: RunState, event: GroupEnded) -> Decision:
     """Restart a job with a fixed number of restarts, as long as any are left. If the same exception occurs at the same
-    place twice without a step in between, it is assumed to be a bug in the program that would recur."""
+    place twice without a step in between, it is assumed to be a bug that would recur."""
     left = state.restarts_left or 0
     group = state.groups[0]
     if event.cause == group.cause != "" and event.reached_step <= group.reached_step and not event.has_worked:
@@ -357,8 +358,8 @@ def _after_failure_of_group(state: RunState, event: GroupEnded) -> Decision:
 
 
 def _less_memory(state: RunState, event: GroupEnded) -> MemorySetting | None:
-    """Return the next setting after a memory shortage; None without a shortage, or if no setting is left. Starts with
-    less memory do not count towards `max_restarts_per_hour`, because each setting is used only once."""
+    """Return the next setting after an out-of-memory failure; None after any other failure, or if no setting is left.
+    Starts with less memory do not count towards `max_restarts_per_hour`, because each setting is used only once."""
     if event.shortage is None or state.resilience.mode == "none":
         return None
     return next_setting(state.memory_ladder, event.shortage.failed, state.groups[event.group].taken)
@@ -366,7 +367,7 @@ def _less_memory(state: RunState, event: GroupEnded) -> MemorySetting | None:
 
 def _take(state: RunState, event: GroupEnded, taken: MemorySetting) -> tuple[RunState, tuple[Action, ...], str]:
     """Let a group wait for its next start with less memory; return the difference, for messages."""
-    assert event.shortage is not None, "its memory ran out"
+    assert event.shortage is not None, "the group ran out of memory"
     state = _change(state, event.group, taken=taken, is_planned=True, failures_in_a_row=0)
     state, _ = _wait(state, event.group)
     words = f"with {taken.describe(event.shortage.failed)}"

@@ -64,12 +64,12 @@ def rollback_mtbf_s(resilience: ResilienceSpec, cluster: ReliabilitySpec, mtbf_s
 
 
 AUTO_SHORTEST_S = 60.0
-"""The minimum time of work, in seconds, before the first checkpoint of `auto` and between two of them. Shorter runs
+"""Minimum working time in seconds before the first checkpoint with `auto`, and between two of them. Shorter runs
 write only the last checkpoint; restarting them would take longer than this anyway."""
 MOST_LOST_S = 600.0
-"""The maximum time of work, in seconds, between checkpoints of `auto`, if they are cheap."""
+"""Maximum working time in seconds between checkpoints with `auto`, if they are cheap."""
 MOST_WAITED = 0.05
-"""The largest fraction of the total time that checkpoints of `auto` may block training."""
+"""The largest fraction of the total time for which checkpoints with `auto` may block training."""
 
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:

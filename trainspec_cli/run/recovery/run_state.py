@@ -38,13 +38,13 @@ class GroupState(NamedTuple):
     retried_s: float = 0.0
     """Time at which it last retried a step because an exchange had failed."""
     taken: MemorySetting | None = None
-    """The setting chosen after its last memory shortage."""
+    """The setting chosen after its last out-of-memory failure."""
     cause: str = ""
     reached_step: int = 0
     """The group's step at its last failure, and the cause of that failure (`GroupEnded.cause`)."""
     is_planned: bool = False
-    """While waiting: True if it ended because memory ran out or to drop a node. Its next start then does not count as a
-    restart after a failure."""
+    """While waiting: True if it ended because memory ran out, or in order to drop a node. Its next start then does not
+    count as a restart after a failure."""
 
 
 class RunState(NamedTuple):
@@ -173,7 +173,7 @@ class GroupEnded:
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended."""
     shortage: Shortage | None = None
-    """The memory shortage that made the group fail, if any."""
+    """The out-of-memory failure that made the group fail, if any."""
     has_worked: bool = False
     """True if a user-defined command whose steps are not counted has run for a long time, so that its state has most
     likely advanced."""

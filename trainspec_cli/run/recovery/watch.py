@@ -14,7 +14,8 @@ STALL_SLOWER, STALL_FLOOR_S = 2.5, 2.0
 """A step is reported as stalled when it takes this many times as long as usual and at least this many seconds."""
 LEARNING_STEPS = 3
 FIRST_S = 1800.0
-"""The default limit between steps, and until a program's own step times are known (the first steps compile)."""
+"""Default time limit between steps, also used until a program's own step times are known (the first steps include
+compilation)."""
 READING_THREAD = "loader"
 """Name prefix of the threads that read batches, so that a hang can be attributed to them."""
 NOTE_S = 120.0
@@ -24,7 +25,7 @@ limit."""
 
 def step_deadline_s(recent_s: Sequence[float], floor_s: float, first_s: float = FIRST_S) -> float:
     """Return the time limit for a step, learned from the previous steps; at least `floor_s`. Before any step it is
-    `first_s`, because the first steps compile."""
+    `first_s`, because the first steps include compilation."""
     if len(recent_s) < LEARNING_STEPS:
         return max(first_s, floor_s)
     return max(floor_s, SLOWER * max(recent_s))

@@ -12,7 +12,7 @@ from typing import TextIO
 from trainspec_cli.core.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge
 
 MAX_UNPROVEN = 1024
-"""Maximum number of simultaneous connections in their handshake; a further one closes the oldest."""
+"""Maximum number of simultaneous handshakes; starting another closes the oldest connection."""
 LOGGED_REFUSALS = 20
 """Maximum number of rejected connections to log."""
 

@@ -246,7 +246,7 @@ def _variables() -> dict[str, str]:
 
 
 def _caches() -> dict[str, str]:
-    """Return environment variables with the paths of the cache folders. The defaults would not do, because the home
+    """Return environment variables with the paths of the cache folders. The defaults would not work, because the home
     folder inside a container may differ from the one outside."""
     return {CACHE: str(cache_dir().absolute()), "HF_HUB_CACHE": str(hub_cache().absolute())}
 

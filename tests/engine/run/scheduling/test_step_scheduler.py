@@ -159,7 +159,7 @@ def test_a_slow_rank_gets_less_from_the_next_step_on(tmp_path: Path) -> None:
     assert (first["step"], first["number"], first["applied"]) == (changed, 1, True)
     assert (tuple(first["counts"]), first["micro_batches"], first["micro_batch_size"]) == (UNEVEN, 1, 16)
     assert (first["before_s"], first["expected_s"]) == pytest.approx((14.4, 9.0))
-    assert first["reason"] == "data-parallel rank 2 computes a sample in 1.8 s, the median is 1.0 s"
+    assert first["reason"] == "data-parallel rank 2 computes a sample in 1.8 s (median: 1.0 s)"
     assert "group" not in first
 
 

@@ -107,7 +107,7 @@ class NodePart:
 
 
 class RunningNode(Protocol):
-    """A job's processes on one node. It reports in messages to the hub on each group that it starts."""
+    """A job's processes on one node. It reports on each group that it starts, in messages to the hub."""
 
     def start(self, group: int, number: int) -> None: ...
 
@@ -118,17 +118,17 @@ class RunningNode(Protocol):
     def kill(self, group: int) -> None: ...
 
     def record_hang(self, late: tuple[int, ...]) -> None:
-        """Record the positions of this node's ranks, because the run is waiting for the ranks `late`."""
+        """Record where in the code this node's ranks are, because the run is waiting for the ranks `late`."""
 
     def close(self) -> tuple[int, ...]: ...
 
 
 NameHang = Callable[[tuple[int, ...]], None]
-"""Makes the nodes of a job record the positions of their ranks."""
+"""Makes the nodes of a job record where in the code their ranks are."""
 
 
 class JobKind(Protocol):
-    """The properties in which kinds of multi-node jobs differ. Nodes look up the kind by name."""
+    """What differs between kinds of multi-node jobs. Nodes look up the kind by name."""
 
     @property
     def name(self) -> str: ...
@@ -218,8 +218,8 @@ class NodesBackend:
             with listen(address, port) as found:  # fails early if the port is in use
                 self._port = int(found.getsockname()[1])
         generations.describe(job.run, self._record(worker))
-        # If this process is killed, the groups still need the rendezvous server to agree on their last step. Then a
-        # guard ends it.
+        # If this process is killed, the groups still need the rendezvous server to agree on their last step. After
+        # that, a guard ends it.
         self._guarded = (start_guard(job), Family(job)) if self._num_groups > 1 else None
         environment = {**os.environ, **job.environment}
         del environment[LAUNCH_ID]  # the guard must not end the agents
@@ -296,7 +296,7 @@ class NodesBackend:
 
     def _handle(self, news: News) -> list[run_state.Event]:
         node, message = news
-        if node.node >= self._num_nodes:  # a spare only has to be present
+        if node.node >= self._num_nodes:  # a spare only has to be connected
             return []
         if isinstance(message, Came):
             returned = node.node in self._lost
@@ -337,7 +337,7 @@ class NodesBackend:
         return [start for start in self._starts.values() if node.node in self._nodes_of(start.group)]
 
     def _admit(self) -> list[run_state.Event]:
-        """Let workers start once every connected node has been checked, and later on each node that reconnects."""
+        """Let workers start once every connected node has been checked, and after that on each node that reconnects."""
         here = [node for node in self._hub.nodes[: self._num_nodes] if not node.is_gone and not node.refusal]
         new = [node for node in here if node.wire and not node.admitted]
         if self._examination and any(node.report is None for node in here):

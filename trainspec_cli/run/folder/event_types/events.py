@@ -80,7 +80,7 @@ class SchedulerEvent(Event):
     """Compute time of the slowest rank in a step, including the exchanges of its micro-batches; for a layout change,
     the step time."""
     expected_s: Seconds
-    """The same time as expected after the change. Both times are 0 if the recipe requested the change."""
+    """The expected value of that time after the change. Both times are 0 if the recipe requested the change."""
     group: Count | Absent | None = ABSENT
     """The replica group of the ranks, if there are several groups."""
 
@@ -122,13 +122,13 @@ class AchievedEvent(SchedulerEvent):
 
     type: Literal["achieved"] = "achieved"
     achieved_s: Seconds
-    """The same time, measured after the change."""
+    """The measured value of that time after the change."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketTry:
     bucket_bytes: Count
-    """Bucket size; 0 means that each block's gradients are summed separately."""
+    """Bucket size; 0 means that each block's gradients are reduced separately."""
     waited_s: Seconds
     """Time per step that a rank spent waiting for gradients: the mean over the ranks, then the median over the
     trials."""
@@ -136,11 +136,12 @@ class BucketTry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketsEvent(Event):
-    """Trials have determined the best bucket size for summing gradients. This is also a line of `directives.jsonl`."""
+    """Trials have determined the best bucket size for reducing gradients. This is also recorded in
+    `directives.jsonl`."""
 
     type: Literal["buckets"] = "buckets"
     step: Count
-    """Number of updates made before it."""
+    """Number of updates completed before this event."""
     layout: str
     """The layout's axes during the trials. A run in another layout does not use this size."""
     bucket_bytes: Count
@@ -150,13 +151,13 @@ class BucketsEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEvent(Event):
-    """The run has run out of memory and continues with another setting. This is a directive, and therefore also a line
-    of `directives.jsonl`."""
+    """The run has run out of memory and continues with another setting. This is a directive, so it is also recorded in
+    `directives.jsonl`."""
 
     type: Literal["memory"] = "memory"
     kind: Literal["memory"] = "memory"
     step: Count
-    """Number of updates made before it."""
+    """Number of updates completed before this event."""
     layout: str
     """The layout's axes at that time. A run in another layout does not use this setting."""
     failed: MemorySetting
@@ -177,13 +178,13 @@ class MemoryEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodesEvent(Event):
-    """A node is dropped from the run, or dropping it is advised. This is a directive, and therefore also a line of
+    """A node is dropped from the run, or dropping it is advised. This is a directive, so it is also recorded in
     `directives.jsonl`."""
 
     type: Literal["nodes"] = "nodes"
     kind: Literal["nodes"] = "nodes"
     step: Count
-    """Number of updates made before it."""
+    """Number of updates completed before this event."""
     number: Count
     """These events are numbered 1, 2, ... across the starts of a run, separately from other directives."""
     applied: bool
@@ -449,7 +450,7 @@ class HangEvent(LateStepEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictEvent(Event):
-    """The cause of a slowdown was found during training. This is also a line of `verdicts.jsonl`."""
+    """The cause of a slowdown was found during training. This is also recorded in `verdicts.jsonl`."""
 
     type: Literal["verdict"] = "verdict"
     step: Count
@@ -606,7 +607,7 @@ class CheckpointEvent(Event):
     seconds: Seconds
     """Time in seconds that training spent waiting."""
     written_s: Seconds | Absent | None = ABSENT
-    """Time until the checkpoint was complete on disk, while later steps ran."""
+    """Time until the checkpoint was complete on disk; later steps ran in the meantime."""
     waited_s: Seconds | Absent | None = ABSENT
     """Time that the run spent at its end, outside any step, waiting for the last checkpoint."""
 
@@ -626,7 +627,7 @@ class CadenceEvent(Event):
     failures: Count | Absent = ABSENT
     """Number of this run's failures that `mtbf_s` takes into account; absent if there were none."""
     observed_s: Seconds | Absent = ABSENT
-    """Total time that the run had been running when the failures were counted."""
+    """Total running time of the run when the failures were counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -683,7 +684,7 @@ ONE_OF = {
     "step": ("tokens", "samples", "steps"),
     "eval": ("heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
 }
-"""By event type: a group of fields; each event has at least one field of the group."""
+"""Maps an event type to a group of fields; each such event has at least one of them."""
 
 
 @cache
