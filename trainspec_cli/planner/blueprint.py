@@ -118,8 +118,8 @@ def times_of(group: Group, operation: Operation, message_bytes: float, eff: Effi
 
 
 def best_bucket_bytes(group: Group, operation: Operation, total_bytes: float, eff: Efficiency) -> float:
-    """Return b* = sqrt(S a B), but at most all bytes. Larger buckets expose more of the last exchange, and smaller ones
-    incur the latency a more often."""
+    """Return the bucket size b* = sqrt(S a B), limited to the total size. Larger buckets expose more of the last
+    exchange, and smaller ones incur the latency a more often."""
     latency_s = min(times_of(group, operation, 1.0, eff).values())
     return min(total_bytes, math.sqrt(total_bytes * latency_s * group.ring_bytes_per_s))
 
@@ -341,7 +341,8 @@ class _Placed:
 
 
 def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint:
-    """Choose the order of the axes over the nodes with the shortest planned step, and the algorithm of each exchange.
+    """Choose the order of the axes over the nodes that gives the shortest planned step, and the algorithm of each
+    exchange.
 
     Another order replaces the usual one only if it is faster by at least a thousandth. No exchange is slower than with
     a flat ring."""

@@ -3,7 +3,7 @@
 The model is hierarchical. Every cluster has its own pace (`PACE`), parameters near the shipped ones, and an error
 shared by the runs of one group (a model, a run folder); the rest is noise. The prior's deviations describe how much
 clusters differ if they were not used to fit the shipped values. Even four runs are therefore useful, because they
-change only the parameters that they measure."""
+change only the parameters that they constrain."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ITERATIONS = 6
 OUTLYING = 3.0
 """Errors larger than this many deviations count linearly (Huber)."""
 TAUGHT = 0.98
-"""The data has not determined a parameter whose deviation stays above this fraction of the prior's."""
+"""A parameter counts as undetermined if its posterior deviation stays above this fraction of the prior's."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Spread:
-    """Standard deviations of logarithms."""
+    """Standard deviations of the logarithms of factors and times."""
 
     parameter: float
     pace: float

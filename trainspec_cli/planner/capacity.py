@@ -173,7 +173,7 @@ def counted(search: Search, found: Estimated, spec: RunSpec, eff: Efficiency) ->
 
 def choose_simplest(search: Search, fastest: Candidate, spec: RunSpec, eff: Efficiency) -> Candidate:
     """Return the simplest of the layouts that are at least as likely to fit as the fastest one and about as fast
-    (predictions cannot tell them apart). Among equally simple ones, prefer few pipeline stages."""
+    (predictions cannot tell them apart). Among equally simple ones, prefer the one with the fewest pipeline stages."""
     limit_s = ABOUT * fastest.expected_step_s
     sure = min(fastest.fit_probability, SURELY)
 
@@ -598,7 +598,7 @@ QUANTISED: Change = (
     "lora.base=nf4",
     lambda spec: replace(spec, lora=replace(spec.lora, base="nf4")) if spec.lora.rank else spec,
 )
-ADAPTERS_NOTE = "training adapters of an `init.from`, not all weights"
+ADAPTERS_NOTE = "training adapters on an `init.from` checkpoint, not all weights"
 SINGLE: tuple[Change, ...] = (
     ("recompute=full", lambda spec: spec if spec.recompute == AUTO else replace(spec, recompute="full")),
     (

@@ -411,8 +411,9 @@ def rank_times_s(times: LayerTimes, counts: Sequence[int], layout: Layout, speed
 def _cut_alike(problem: CutProblem, even: Borders) -> Counts | None:
     """Return the exact split for equal layers, with any number of stages per rank: only the numbers of layers matter.
 
-    Moves a layer from the heaviest rank to the rank that would be lightest with it, as long as that rank stays lighter
-    than the heaviest. If a lighter split exists, it gives some rank more layers than now, so that rank can take one."""
+    It moves a layer from the heaviest rank to the rank that would be lightest with it, as long as that rank stays
+    lighter than the heaviest. If a lighter split exists, it gives some rank more layers than now, so that rank can take
+    one."""
     stages = [end - start for start, end in pairwise(even)]
     rank_of = problem.rank_of_stage
     layer_s = problem.time_before[-1] / even[-1]

@@ -150,7 +150,7 @@ def test_fewer_samples_than_micro_batches_of_a_turn_are_interleaved_only_where_i
     layouts, space = found_in(4, layout=wanted, batching=BatchingSpec(3))
     assert {layout.pipeline_schedule for layout, _, _ in layouts} == {"1f1b"}
     few = (
-        "fewer samples per rank than micro-batches of a turn",
+        "fewer samples per rank than micro-batches that the schedule needs",
         "a zero-bubble schedule needs one micro-batch per stage",
     )
     assert set(space.refused) == set(few)

@@ -218,7 +218,7 @@ def axis_groups(layout: Layout, fabric: Fabric, eff: Efficiency) -> dict[str, Gr
 # Duration of a collective: latency, plus bytes divided by the slower of two rates, that of the fast links and that of
 # the network (alpha-beta model).
 #
-# Hockney's model with ring volumes, as in Thakur et al. 2005; each rank's network card in a node carries one ring.
+# Hockney's model with ring volumes, as in Thakur et al. 2005; each rank's NIC in a node carries one ring.
 # Error relative to measured NCCL curves: about 20% from 1 MB up, more below.
 
 
@@ -286,8 +286,8 @@ def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) 
 
 
 def _tier_times_s(group: Group, sent_bytes: float, copies: int, link_efficiency: float = 1.0) -> tuple[float, ...]:
-    """Return the transfer times in seconds, without latency: inside the domain, over the network cards, and over each
-    outer tier."""
+    """Return the transfer times in seconds, without latency: inside the domain, over the NICs, and over each outer
+    tier."""
     inside = sent_bytes * (group.per_domain - 1) / group.size / (group.link_bytes_per_s * link_efficiency)
     outside = _crossing_bytes(group, sent_bytes, copies, group.per_domain) / group.nic_bytes_per_s
     beyond = (_crossing_bytes(group, sent_bytes, copies, tier.ranks) / tier.bytes_per_s for tier in group.outer)
@@ -336,12 +336,12 @@ NVIDIA_FLOPS = {
     (12, 0): 512,
     (12, 1): 512,
 }
-"""Compute capability -> FLOPs of dense half-precision matrix products with fp32 accumulation, per multiprocessor and
-clock (architecture papers). GeForce cards of the Turing, Ampere, Ada and Blackwell generations have half the rate of
+"""Compute capability -> FLOPs of dense half-precision matmuls with fp32 accumulation, per multiprocessor and clock
+cycle (architecture papers). GeForce cards of the Turing, Ampere, Ada and Blackwell generations have half the rate of
 their workstation siblings; the table lists the lower rate."""
 AMD_FLOPS = {(9, 0x08): 512, (9, 0x0A): 1024, (9, 0x42): 2048, (9, 0x50): 4096, (11, 0): 512, (12, 0): 1024}
-"""gfx target -> the same FLOPs per compute unit and clock (data sheets of MI100, MI250X, MI300X, MI355X, RX 7900 XTX,
-RX 9070 XT)."""
+"""gfx target -> the same FLOPs per compute unit and clock cycle (data sheets of MI100, MI250X, MI300X, MI355X, RX 7900
+XTX, RX 9070 XT)."""
 FP32_FLOPS = 128
 """The same FLOPs for fp32 without matrix units: 64 lanes with two operations each, the lowest of any supported
 generation."""

@@ -455,7 +455,7 @@ def _verdict(choices: Sequence[PoolChoice], pools: int) -> str:
 
 
 def _gains(fewer: Sequence[PoolChoice], whole: PoolChoice, figure: str) -> tuple[PoolChoice, float] | None:
-    """Return the choice of fewer pools that is best by `figure`, and its improvement ratio over all pools; None if
+    """Return the best choice of fewer pools according to `figure`, and its improvement ratio over all pools; None if
     unknown."""
     of_all = getattr(whole, figure)
     known = [(choice, getattr(choice, figure)) for choice in fewer]

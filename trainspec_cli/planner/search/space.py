@@ -201,7 +201,7 @@ class Space:
             self._numbers[key] = [n for n in numbers if n <= most], sum(n > most for n in numbers)
         kept, left_out = self._numbers[key]
         if left_out:
-            self.refused["fewer samples per rank than micro-batches of a turn"] += left_out
+            self.refused["fewer samples per rank than micro-batches that the schedule needs"] += left_out
         return kept
 
     def _schedules(self, base: Layout) -> Iterator[Layout]:
@@ -213,7 +213,7 @@ class Space:
         if not self._keep(base.pp <= layers, "more pipeline stages than layers"):
             return
         schedules = [name for name in schedules_of(wanted) if name in self.spec.framework.schedules]
-        if not self._keep(schedules != [], f"{self.spec.framework.name} has no such pipeline"):
+        if not self._keep(schedules != [], f"{self.spec.framework.name} has no such pipeline schedule"):
             return
         for schedule in schedules:
             legal: Sequence[int] = (1,)

@@ -117,8 +117,8 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
     stated = number(row, "gated_mlp")
     gated = stated is None or bool(stated)
     kv_heads = whole(row, "kv_heads", heads)
-    # Tables do not state position encodings. Models with gates, or with keys shared by several queries, use rotations.
-    # Others are GPTs with learned positions or ALiBi slopes, which cost nothing.
+    # Tables do not state position encodings. Models with gates, or with keys shared by several queries, use rotary
+    # embeddings. Others are GPTs with learned position embeddings or ALiBi slopes, which cost nothing.
     is_gpt = not gated and kv_heads == heads
     # Use DeepSeek's latent widths if the row names latent attention or omits the head width, as tables of such models
     # do.

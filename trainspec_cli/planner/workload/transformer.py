@@ -82,7 +82,7 @@ def flops_per_token(model: DecoderModel, seq_len: int) -> float:
     """Return the model FLOPs of forward and backward per token.
 
     They comprise 6 per matrix-multiplication parameter (2 forward, 4 backward; none for the embedding look-up),
-    and of attention's two products over the causal half of the sequence: 6 * layers * heads * head_dim * seq_len. PaLM
+    plus attention's two matmuls over the causal half of the sequence: 6 * layers * heads * head_dim * seq_len. PaLM
     (arXiv:2204.02311, appendix B) counts the full square instead; recomputed work never counts.
     """
     heads = (1 + model.prediction_layers) * model.vocab_size * model.hidden_size
@@ -90,7 +90,7 @@ def flops_per_token(model: DecoderModel, seq_len: int) -> float:
 
 
 def mixing_flops_per_token(model: DecoderModel, seq_len: int) -> float:
-    """Return the FLOPs of attention's two products, forward and backward, per token."""
+    """Return the FLOPs of attention's two matmuls, forward and backward, per token."""
     layers = model.num_layers + model.prediction_layers
     contexts = (context(model.window_of(layer), seq_len) for layer in range(model.num_layers))
     return 12.0 * layers * attention_width(model) * (sum(contexts) / model.num_layers)
@@ -133,34 +133,36 @@ EAGER_GATE_BYTES = 4.0
 
 
 NORM_BYTES = (4.0, 6.0)
-"""A single kernel. The forward reads x and writes the result; the backward reads dy and x, and writes dx."""
+"""RMSNorm is one kernel. The forward reads x and writes the result; the backward reads dy and x, and writes dx."""
 ROTATION_BYTES = (20.0, 20.0)
 """Forward: negate one half, concatenate, and add two products. Backward: two products, their halves, and the sum."""
 GATE_BYTES = (10.0, 18.0)
 """Forward: silu and the product. Backward: two products and the gradient of silu."""
 SUM_BYTES = 6.0
 COPY_BYTES = (8.0, 14.0)
-"""Per element of a token's copy for one expert. Copies are gathered before and after the experts. In the backward, both
-gradients are gathered and summed over a token's copies; in the second sum, there is only one copy."""
+"""Traffic per element of a token's copy for one expert. Copies are gathered before and after the experts. In the
+backward, both gradients are gathered and summed over a token's copies; in the second sum, there is only one copy."""
 EXPERT_GATE_BYTES = (GATE_BYTES[0], GATE_BYTES[1] + 8.0)
 """The backward also concatenates the gradients of the two halves of an expert's first matrix multiplication."""
 SPREAD_BYTES = (12.0, 20.0)
 """Additional traffic per copy with `ep`: rows are sorted by expert and back, and concatenated with dropped rows. In the
 backward, each of these operations first fills its gradient with zeros."""
 RING_BYTES = (34.0, 14.0)
-"""Per query element and turn of ring attention. Forward: the turn's result is weighted and added in fp32. Backward: the
-query is copied, and its gradient is added."""
+"""Traffic per query element in each step of ring attention. Forward: the step's result is weighted and added in fp32.
+Backward: the query is copied, and its gradient is added."""
 RING_ENDS_BYTES = (14.0, 14.0)
-"""Per query element: the fp32 sums are zeroed at the start and cast at the end, and heads are reordered by token."""
+"""Traffic per query element outside the steps: the fp32 sums are zeroed first and cast last, and heads are reordered by
+token."""
 RING_REPEAT_BYTES = (4.0, 24.0)
-"""Per element of the turn's keys, repeated for all query heads. Forward: keys and values are repeated. Backward: their
-gradients are also cast to fp32 and summed over the query heads."""
+"""Traffic per element of a step's keys after they are repeated for all query heads. Forward: keys and values are
+repeated. Backward: their gradients are also cast to fp32 and summed over the query heads."""
 RING_KEY_BYTES = (4.0, 36.0)
-"""Per element of a turn's keys, before they are repeated: the same, and the sums of the gradients."""
+"""Traffic per element of a step's keys before they are repeated: the same operations, and the sums of the gradients."""
 RING_KEY_ENDS_BYTES = (8.0, 28.0)
-"""Per key element: keys are stacked with the values; their gradients are zeroed at the start and cast at the end."""
+"""Traffic per key element outside the steps: keys are stacked with the values; their gradients are zeroed first and
+cast last."""
 RING_KERNELS = (12, 11)
-"""Number of kernels per turn (forward, backward)."""
+"""Number of kernels in each step of ring attention (forward, backward)."""
 # Number of kernels (forward, backward) besides matrix multiplications and attention, counted in rehearsals of one
 # layer.
 ATTENTION_KERNELS = (14, 16)

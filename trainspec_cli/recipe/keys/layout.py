@@ -42,8 +42,8 @@ class LayoutSpec:
     """What dp_shard shards (ZeRO, arXiv:1910.02054): 1 the optimizer state, 2 also the gradients, 3 also the
     parameters.
 
-    In the engine, 3 frees the gathered parameters after each forward; 1 and 2 keep them until the last backward of a
-    step.
+    With 3, the engine frees the gathered parameters after each forward; with 1 and 2, it keeps them until the last
+    backward of a step.
     """
     etp: AutoInt = 1
     """Degree of tensor parallelism inside each expert."""
@@ -54,8 +54,8 @@ class LayoutSpec:
     virtual_stages: AutoInt = 1
     """Number of layer chunks per pipeline stage (the interleaved schedule needs 2 or more)."""
     stage_layers: tuple[PositiveInt, ...] | None = None
-    """Number of layers in each pipeline stage, in the order of the model; null: layers are divided by planned time, so
-    that the most loaded rank (layers, embedding, head) has as little work as possible."""
+    """Number of layers in each pipeline stage, in the order of the model; null: layers are divided according to planned
+    time, so that the most loaded rank (layers, embedding, head) has as little work as possible."""
     context_method: ContextMethod = "ring"
     """With cp. ring: keys and values are passed around a ring (arXiv:2310.01889); ulysses: they are exchanged
     all-to-all (arXiv:2309.14509)."""

@@ -53,9 +53,9 @@ class SitesSpec:
     """The wire format of outer gradients. They are summed in fp32, and the rounding error is carried over to the next
     exchange."""
     keep: Fraction | None = None
-    """Fraction of a site's own weights when an exchange mixes them with the shared ones (Streaming DiLoCo: 0.5). null:
-    a site's weights move by the same amount as the shared ones, so the site keeps all progress that it has not sent
-    yet."""
+    """Fraction that a site's own weights contribute when an exchange mixes them with the shared ones (Streaming DiLoCo:
+    0.5). null: a site's weights move by the same amount as the shared ones, so the site keeps all progress that it has
+    not sent yet."""
     outer_lr: PositiveFloat = 1.0
     """The learning rate of the outer optimizer (SGD with Nesterov momentum)."""
     outer_momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.5

@@ -148,7 +148,7 @@ class DataSpec:
 
     @property
     def unit(self) -> Literal["tokens", "samples"]:
-        """Return the unit over which a batch's loss is averaged, and where speed is measured."""
+        """Return the unit over which a batch's loss is averaged and in which speed is measured."""
         return "samples" if self.source in SAMPLE_SOURCES else "tokens"
 
 

@@ -154,7 +154,7 @@ class Simulation:
     ideal: SimulatedPace
     """The best division into whole samples for the true speeds, applied immediately and at no cost."""
     ideal_real: SimulatedPace
-    """The same, if samples could be divided."""
+    """The same, if a sample could be divided between ranks."""
     won_back: float | None
     """Fraction of the time lost without the scheduler that is recovered, relative to what whole samples allow; None if
     nothing can be recovered."""

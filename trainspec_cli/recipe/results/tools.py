@@ -187,7 +187,7 @@ class CheckpointRates:
 
 @dataclass(frozen=True)
 class CertifyRun:
-    """A plan to train, on samples generated from its seed."""
+    """A plan to be trained on samples generated from its seed."""
 
     plan: Plan
     steps: int

@@ -311,7 +311,7 @@ def uncertainty(spec: RunSpec) -> Iterator[Problem]:
         for key, factor in values.known_within.items():
             path = f"cluster.{section}.known_within.{key}"
             if not isinstance(getattr(values, key, ""), (int, float, type(None))):
-                message = f"`{path}` does not match a number of `cluster.{section}`"
+                message = f"`{path}` does not name a numeric key of `cluster.{section}`"
                 yield Problem(code="unknown_key", path=path, message=message, hint=f"type ~{path}")
             elif factor < 1:
                 message = f"`{path}` is {factor:g}; expected a factor of at least 1 (2: between half and twice)"

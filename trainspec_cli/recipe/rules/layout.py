@@ -53,7 +53,7 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
         # Each cp rank has part of the sequence, which the tp ranks divide further.
         yield from _sequence(spec, size_of(spec.layout, "cp") * tp, "cp x tp")
         if spec.model.learned_positions:
-            message = "learned positions are added to full sequences, but sequence parallelism divides sequences"
+            message = "learned position embeddings need full sequences, but sequence parallelism divides them"
             yield Problem("illegal_layout", message, "layout.sequence_parallel", "set layout.sequence_parallel=false")
     elif spec.model.experts is not None:
         message = "experts with tp need sequence parallelism; otherwise, every tp rank would route the same tokens"
@@ -64,7 +64,7 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
     """Reject adapters where frozen layers and their adapters cannot be plain linear layers."""
     if not spec.lora.rank:
         if spec.lora.base != "full":
-            message = f"`lora.base` is {spec.lora.base}, but `lora.rank` is 0: trained weights are stored in full"
+            message = f"`lora.base` is {spec.lora.base}, but `lora.rank` is 0: trained weights are not quantised"
             yield Problem("contradiction", message, "lora.base", "set lora.rank=16, or lora.base=full")
         return
     # Each family lists what it does not support, so new families need no changes here.
@@ -72,7 +72,7 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
         message = f"{reason}; `model.family` is {spec.model.family}"
         yield Problem("unsupported", message, "lora.rank", "set lora.rank=0")
     if pipeline_of(spec.layout).splits_backward:
-        got = f"`layout.pipeline_schedule` {spec.layout.pipeline_schedule} splits the backward, unlike adapters"
+        got = f"adapters do not support the split backward of {spec.layout.pipeline_schedule}"
         yield Problem("unsupported", got, "layout.pipeline_schedule", "set layout.pipeline_schedule=1f1b")
     if spec.precision.matmul == "fp8":
         message = "layers with adapters do not multiply in fp8"
@@ -115,8 +115,8 @@ def documents(spec: RunSpec) -> Iterator[Problem]:
         return
     path = "data.document_masks" if spec.data.document_masks else "data.source"
     if not spec.model.rotates:
-        message = "only attention with rotary positions keeps documents apart; this model also mixes tokens otherwise"
-        yield Problem("unsupported", message, path, "choose a decoder with rotary positions")
+        message = "only attention with rotary embeddings keeps documents apart; this model mixes tokens in other ways"
+        yield Problem("unsupported", message, path, "choose a decoder with rotary embeddings")
     if size_of(spec.layout, "cp") > 1:
         message = "document masks do not work with context parallelism yet"
         yield Problem("unsupported", message, "layout.cp", "set layout.cp=1")
@@ -360,7 +360,7 @@ def known_architecture(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, "model.architecture", "set model.architecture=resnet")
     elif model.architecture == "resnet" and len(model.widths) != len(model.blocks):
         message = f"{len(model.widths)} stages in `model.widths`, {len(model.blocks)} in `model.blocks`"
-        yield Problem("not_divisible", message, "model.blocks", "give both one number per stage")
+        yield Problem("not_divisible", message, "model.blocks", "give one number per stage for each of the two")
 
 
 def fitting_input(spec: RunSpec) -> Iterator[Problem]:
@@ -417,8 +417,8 @@ TIERS = "cluster.fabric.tiers"
 
 
 def tiers(spec: RunSpec) -> Iterator[Problem]:
-    """Require a scale-up domain and at least one network tier, with sizes that are multiples of a node and grow up to
-    all devices."""
+    """Require a scale-up domain and at least one network tier, whose sizes are increasing multiples of the node size,
+    up to the total number of devices."""
     described = spec.cluster.fabric.tiers
     if len(described) == 1:
         message = f"`{TIERS}` has one tier, `{described[0].name}`; expected a scale-up domain and a network"
@@ -592,7 +592,7 @@ PARAMETERS = "comm.parameters"
 ACROSS = "comm.across_nodes"
 BUCKETS = "comm.bucket_bytes"
 LEFT_OPEN = ("full", AUTO, None)
-"""Values that do not request fewer bits."""
+"""Values that do not request compression."""
 
 
 def fp32_sums(spec: RunSpec) -> Iterator[Problem]:
@@ -640,7 +640,7 @@ def joined(spec: RunSpec, layout: Layout, device: str) -> Iterator[Problem]:
     if not size:
         return
     if device == "cuda":
-        why = "on GPUs FSDP2 sums the gradients of each block separately"
+        why = "on GPUs, FSDP2 sums the gradients of each block separately"
     elif layout.shards * layout.dp_replicate == 1:
         why = f"in this layout ({layout.describe()}) no ranks sum gradients"
     elif spec.comm.gradients not in LEFT_OPEN or spec.comm.across_nodes not in LEFT_OPEN:

@@ -196,7 +196,7 @@ def optimizer(spec: RunSpec) -> Iterator[Problem]:
     path = "optim.state_bytes"
     if spec.optim.state_bytes is None:
         message = f"`{path}` has no value: the plan cannot know how much state {spec.optim.name} keeps per parameter"
-        yield Problem("missing_value", message, path, f"set {path}=8 for two averages in fp32, 4 for one, 0 for none")
+        yield Problem("missing_value", message, path, f"set {path}=8 for two moments in fp32, 4 for one, 0 for none")
     schedule = spec.batching.schedule
     if schedule.kind != "constant" and schedule.lr_rule == "optimizer":
         path = "batching.schedule.lr_rule"
@@ -219,7 +219,7 @@ def block(spec: RunSpec) -> Iterator[Problem]:
     if model.block_params is None and not problems:
         path = BLOCK_PARAMS
         message = f"`{path}` has no value: the plan cannot know how many parameters {model.block} makes"
-        yield Problem("missing_value", message, path, f"set {path}=NUMBER, as counted by most trainspec commands")
+        yield Problem("missing_value", message, path, f"set {path}=NUMBER, which most trainspec commands count for you")
 
 
 def loss(spec: RunSpec) -> Iterator[Problem]:

@@ -335,7 +335,7 @@ def swap(tape: Tape, x: Value) -> Value:
 def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> Value:
     """Record ring attention on the last rank, whose queries attend to all keys. Keys and values are passed from rank to
     rank. Sums are in fp32, and the keys of a group are repeated for its queries. Selective recomputation keeps the
-    result of each turn. The final result is ordered by head, and then copied to order it by token."""
+    result of each step. The final result is ordered by head, and then copied to order it by token."""
     width, query, pair = q.width, q.elements, k.elements + v.elements
     travelling = 2 * width * pair
     forward = 4 * query + travelling + (2 * width + 8) * query + 2 * width * query
@@ -532,7 +532,7 @@ def without_dropped(tape: Tape, x: Value, shape: Shape) -> Value:
 # Mamba-2's mixer on a tape: projections, convolutions over time, the scan in blocks, the gated norm.
 #
 # Shapes use the engine's names: B samples, C blocks of Q tokens, G groups, R heads per group, P head size, N state
-# size. A batched matrix product needs contiguous batch dimensions; otherwise its inputs are copied.
+# size. A batched matmul needs contiguous batch dimensions; otherwise its inputs are copied.
 
 
 @dataclass(frozen=True)
@@ -731,7 +731,7 @@ def block(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def with_bias(tape: Tape, mixed: Value, mixer: Mixer, shape: Shape) -> Value:
-    """Add the bias of attention's output, which is added outside attention's region."""
+    """Record the bias of attention's output projection, which is added outside attention's region."""
     return tape.copy_in_forward(mixed) if mixer == "attention" and shape.decoder.attention_bias == "all" else mixed
 
 

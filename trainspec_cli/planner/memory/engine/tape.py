@@ -516,7 +516,7 @@ class Tape:
 
 
 def casts_to_fp8(x: float, weight: float, out: float, width: float) -> tuple[float, float]:
-    """Return the temporary bytes of torchao's eager casts, as (forward, backward), for a product with these element
+    """Return the temporary bytes of torchao's eager casts, as (forward, backward), for a matmul with these element
     counts.
 
     A cast holds the scaled tensor in fp32, the clamped one and the result: 9 bytes per element, 1 of which remains."""

@@ -187,7 +187,7 @@ _MIXERS: dict[str, Callable[[DecoderModel, int], Iterator[Matrix]]] = {
 
 
 def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> Unit:
-    """Return the unit of a stage's parameters outside the blocks: the embedding, positions, norm and head, as far as
+    """Return the unit of a stage's parameters outside the blocks: the embedding, position embeddings, norm and head, if
     the stage has them."""
     table = (model.vocab_size // layout.tp, model.hidden_size)
     matrices = [table] if first or (last and model.tied_embeddings) else []
