@@ -182,9 +182,9 @@ def test_layouts_of_eight_processes(wanted: LayoutSpec, layout: Layout):
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        (LayoutSpec(tp=3), r"8 does not divide by 3 \(cp x tp x pp\)"),
-        (LayoutSpec(dp_shard=3), r"8 does not divide by 3 \(dp_shard\)"),
-        (LayoutSpec(dp_replicate=3), r"8 does not divide by 3 \(dp_replicate\)"),
+        (LayoutSpec(tp=3), r"8 is not divisible by 3 \(cp x tp x pp\)"),
+        (LayoutSpec(dp_shard=3), r"8 is not divisible by 3 \(dp_shard\)"),
+        (LayoutSpec(dp_replicate=3), r"8 is not divisible by 3 \(dp_replicate\)"),
         (LayoutSpec(dp_replicate=2, dp_shard=2), "takes 4 processes, the cluster has 8"),
     ],
     ids=["axes", "shards", "replicas", "product"],
@@ -236,7 +236,7 @@ def test_any_batch_divides_over_any_number_of_groups(samples: int, groups: int, 
 def test_groups_that_do_not_divide_the_processes_are_refused():
     cluster = ClusterSpec(devices_per_node=4, device="cpu")
     three = replace(SPEC, cluster=cluster, resilience=ResilienceSpec(mode="elastic", replica_groups=3))
-    with pytest.raises(RecipeError, match=r"4 does not divide by 3 \(groups\)"):
+    with pytest.raises(RecipeError, match=r"4 is not divisible by 3 \(groups\)"):
         plan(three, LAPTOP)
 
 

@@ -127,8 +127,8 @@ def best_bucket_bytes(group: Group, operation: Operation, total_bytes: float, ef
 def exchanges_of(
     setup: Setup, once: MicroBatch, groups: Mapping[str, Group], fabric: Fabric, eff: Efficiency
 ) -> tuple[Exchange, ...]:
-    """Return the exchanges in a step of the rank with the most parameters, with the bytes, count and fastest algorithm
-    of each."""
+    """Return the exchanges that the rank with the most parameters performs in a step, with the bytes, count and fastest
+    algorithm of each."""
     layout = setup.layout
     found: list[Exchange] = []
 
@@ -402,7 +402,7 @@ def _settings(fabric: Fabric, spec: FabricSpec) -> Iterator[Setting]:
     if not _has_nccl(fabric):
         return
     if spec.nic_wiring == "rails":
-        reason = "each NIC of a node is on a rail's own switch: rings and trees stay on their rail"
+        reason = "each NIC of a node is on its rail's switch: rings and trees stay on their rail"
         yield Setting("NCCL_CROSS_NIC", "0", reason, f"{NCCL_DOCS}, NCCL_CROSS_NIC")
     if spec.nic_wiring == "one_switch":
         reason = "all NICs of a node are on one switch, so staying on one NIC does not avoid flow collisions"
@@ -425,7 +425,7 @@ def _tuner_rows(
         limit = tree_until_bytes(group, eff)
         if limit and (nodes, group.size) not in seen:
             seen.add((nodes, group.size))
-            reason = f"planned: up to {limit:,} bytes a tree's latency is less than a ring's"
+            reason = f"planned: up to {limit:,} bytes, a tree is faster than a ring"
             yield TunerRow("allreduce", 0, limit, "tree", nodes, group.size, reason)
     if seen:
         for collective in COLLECTIVES:

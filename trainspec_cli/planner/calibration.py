@@ -1,8 +1,8 @@
 """Infer the posterior of a few parameters from a few step times: Gauss-Newton in logarithms, with a Laplace interval.
 
 The model is hierarchical. Every cluster has its own pace (`PACE`), parameters near the shipped ones, and an error
-shared by the runs of one group (a model, a run folder); the rest is noise. The prior's deviations describe how much
-clusters differ if they were not used to fit the shipped values. Even four runs are therefore useful, because they
+shared by the runs of one group (a model, a run folder); the rest is noise. The prior's standard deviations describe the
+spread among clusters that were not used to fit the shipped values. Even four runs are therefore useful, because they
 change only the parameters that they constrain."""
 
 from __future__ import annotations

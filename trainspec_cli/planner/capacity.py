@@ -164,8 +164,8 @@ def choose_candidates(
 
 
 def counted(search: Search, found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
-    """Return a layout counted tensor by tensor. Results are cached, because the fastest, simplest, usual and safest
-    layout may be the same."""
+    """Return a layout whose memory is counted tensor by tensor. Results are cached, because the fastest, simplest,
+    usual and safest layout may be the same."""
     if found.setup not in search.counted:
         search.counted[found.setup] = candidate_of(found, spec, eff)
     return search.counted[found.setup]
@@ -223,7 +223,7 @@ def _fitting(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def choose_safest(candidates: Sequence[Candidate], others: Iterable[Candidate]) -> Candidate | None:
     """Return the layout that is most likely to fit among those whose step takes at most 10% longer than the best one's.
-    This is the best one if it surely fits, otherwise the fastest that does. None if nothing fits."""
+    This is the best one if it is certain to fit, otherwise the fastest that is. None if nothing fits."""
     if not candidates or not candidates[0].fits:
         return None
     if candidates[0].fit_probability >= SURELY:

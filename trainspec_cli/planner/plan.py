@@ -240,7 +240,7 @@ def _divide(total: int, part: int, path: str, what: str) -> int:
     if total % part:
         divisors = [n for n in range(1, total + 1) if total % n == 0]
         near = sorted(divisors, key=lambda n: abs(n - part))[:3]
-        message = f"{total} does not divide by {part} ({what})"
+        message = f"{total} is not divisible by {part} ({what})"
         hint = f"nearby sizes that divide {total}: {', '.join(map(str, sorted(near)))}"
         raise RecipeError(Problem("not_divisible", message, path, hint))
     return total // part

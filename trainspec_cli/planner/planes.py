@@ -264,7 +264,7 @@ def plan_planes(cluster: ClusterSpec, nics: int) -> PlanesPlan | None:
     if dips_s:  # one month, or less if that is enough for `MOST_FLAPS` flaps
         hours = min(MONTH_HOURS, MOST_FLAPS / (dips_s * 3600))
         flaps = flaps_by_chance(spec, nics, dips_s * 3600, hours, seed=0)
-        name = f"{hours / 24:.3g} days, in which {len(flaps):,} ports flap by chance"
+        name = f"{hours / 24:.3g} days, in which {len(flaps):,} ports flap at random"
         events.append(simulate(spec, nics, flaps, name))
     return PlanesPlan(
         nics=nics,

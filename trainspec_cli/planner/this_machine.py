@@ -31,8 +31,8 @@ DEPARTURES = (
 
 
 def is_predictable(plan: Plan) -> bool:
-    """Return whether a probe can predict the plan: a llama on the CPU, fully trained, with eager blocks, without
-    recomputation and with data parallelism only. A llama differs from the plain decoder only in its sizes and position
+    """Return whether a probe can predict the plan: a llama on the CPU, with all parameters trained, eager blocks, no
+    recomputation, and only data parallelism. A llama differs from the plain decoder only in its sizes and position
     embeddings."""
     layout = plan.layout
     model = plan.spec.model

@@ -90,7 +90,7 @@ def test_every_layout_of_four_devices_and_no_other() -> None:
     [
         ({"layout": LayoutSpec(tp=3)}, "tp does not divide the heads"),
         ({"layout": LayoutSpec(cp=4), "data": DataSpec(seq_len=1022, source="tokens")},
-         "the sequence does not divide by cp"),
+         "the sequence is not divisible by cp"),
         ({"layout": LayoutSpec(pp=3)}, "the axes' product is not the number of devices"),
         ({"batching": BatchingSpec(3), "layout": LayoutSpec(tp=AUTO)}, "a data-parallel rank would get no samples"),
         ({"layout": LayoutSpec(pp=16)}, "more pipeline stages than layers"),

@@ -95,7 +95,7 @@ class Efficiency:
     contention: float = 0.226
     """Slowdown of computation by concurrent traffic, as a fraction of the traffic's time."""
     expert_imbalance: float = 0.201
-    """Load of the fullest expert relative to the mean, minus one."""
+    """Load of the busiest expert relative to the mean, minus one."""
     experts_ungrouped: float = 1.39
     """Time of an expert layer with 16 experts per rank that run one after another, relative to a grouped kernel."""
     jitter: float = 0.0103

@@ -358,7 +358,7 @@ def estimate_memory(setup: Setup) -> tuple[MemoryBreakdown, ...]:
     return tuple(stage_memory(setup, stage, count, layer) for stage, count in enumerate(counts))
 
 
-# The prediction, which is counted if the engine supports the run, and otherwise estimated.
+# The prediction: a count if the engine supports the run, otherwise an estimate.
 
 
 def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:

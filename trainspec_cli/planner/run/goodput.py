@@ -81,9 +81,9 @@ def simulate(
 def simulate_many(
     job: SimulatedJob, cluster: ReliabilitySpec, resilience: ResilienceSpec, seeds: int
 ) -> list[SimulatedRun]:
-    """Simulate runs that differ by chance and in uncertain inputs: each run draws its rates within `known_within`.
-    Returns the runs sorted by goodput, worst first. Every job uses the same seeds and thus the same draws, so that jobs
-    are comparable."""
+    """Simulate runs that differ in random events and in uncertain inputs: each run draws its rates within
+    `known_within`. Returns the runs sorted by goodput, worst first. Every job uses the same seeds and thus the same
+    draws, so that jobs are comparable."""
     rates = [draw(cluster, random.Random(f"inputs {seed}")) for seed in range(seeds)]
     runs = [simulate(job, drawn, resilience, seed, max_failures=ENOUGH_OF_MANY) for seed, drawn in enumerate(rates)]
     return sorted(runs, key=lambda run: run.goodput)

@@ -53,7 +53,7 @@ def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
 
 
 def predicted_as(metric: str, setup: Setup) -> float:
-    """Return the part of the fullest stage that the metric counts."""
+    """Return the memory that the metric counts, on the stage that needs the most."""
     metric = metric.lower()
     stages = estimate_memory(setup)
     if "activations" in metric:

@@ -114,7 +114,7 @@ class Layout:
 
     @property
     def sharding(self) -> Sharding:
-        """Return which part of the state is sharded; cp ranks also share it."""
+        """Return what is sharded over the data-parallel and context-parallel ranks."""
         if self.shards == 1:
             return "replicated"
         return "zero3" if self.zero_stage == 3 else "zero1"

@@ -169,7 +169,7 @@ class BatchingSpec:
         """Return the sizes among which `seesaw` and `noise` choose: the initial size times powers of `schedule.growth`.
 
         They are rounded to multiples of an eighth of the initial size (or of a quarter, a half or the full size if it
-        is not divisible by 8), so that they divide over ranks nearly as well as the initial size."""
+        is not divisible by 8), so that they divide among ranks nearly as well as the initial size."""
         first = self.global_batch_size
         growth = self.schedule.growth
         part = first // math.gcd(first, 8)

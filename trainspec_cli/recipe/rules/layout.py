@@ -100,12 +100,12 @@ def quantised_base(spec: RunSpec) -> Iterator[Problem]:
     tp = size_of(spec.layout, "tp")
     for field, size in (("hidden_size", model.hidden_size), ("ffn_size", model.ffn_size), ("head_dim", heads)):
         if size % 2:
-            message = f"4-bit weights are stored in pairs, but rows of {size} (`model.{field}`) do not divide by 2"
+            message = f"4-bit weights are stored in pairs, but rows of {size} (`model.{field}`) are not divisible by 2"
             yield Problem("not_divisible", message, "lora.base", "set lora.base=full")
         elif tp > 1 and field != "hidden_size" and size % (tp * NF4_BLOCK):  # tp divides the rows of these
             # Suggest only a value that passes this rule.
             largest = max(n for n in range(1, tp) if n == 1 or size % (n * NF4_BLOCK) == 0)
-            message = f"rows of {size} (`model.{field}`) do not divide into {tp} (layout.tp) x blocks of {NF4_BLOCK}"
+            message = f"rows of {size} (`model.{field}`) do not split into {tp} (layout.tp) x blocks of {NF4_BLOCK}"
             yield Problem("not_divisible", message, "layout.tp", f"set layout.tp={largest}, or lora.base=full")
 
 
@@ -148,7 +148,7 @@ def context_parallel(spec: RunSpec) -> Iterator[Problem]:
 def _sequence(spec: RunSpec, parts: int, what: str) -> Iterator[Problem]:
     if spec.data.seq_len % parts:
         near = max(parts, spec.data.seq_len // parts * parts)
-        message = f"a sequence of {spec.data.seq_len} tokens does not divide by {parts} ({what})"
+        message = f"a sequence of {spec.data.seq_len} tokens is not divisible by {parts} ({what})"
         yield Problem("not_divisible", message, "data.seq_len", f"set data.seq_len={near}")
 
 
@@ -242,8 +242,8 @@ def _spread_alone(axis: str, reason: str) -> Problem:
 
 def _indivisible(axis: str, parts: int, path: str, size: int) -> Problem:
     fitting = ", ".join(str(n) for n in range(1, parts + 1) if size % n == 0)
-    message = f"{size} (`{path}`) does not divide by {parts} (layout.{axis})"
-    return Problem("not_divisible", message, f"layout.{axis}", f"it divides by {fitting}")
+    message = f"{size} (`{path}`) is not divisible by {parts} (layout.{axis})"
+    return Problem("not_divisible", message, f"layout.{axis}", f"it is divisible by {fitting}")
 
 
 # Rules for a model's sizes: for all models, for one family, and for models that the engine can train.
@@ -269,7 +269,7 @@ def expert_groups(spec: RunSpec) -> Iterator[Problem]:
     number = experts.num_experts
     groups = experts.num_groups
     if number % groups:
-        message = f"{number} experts (`model.experts.num_experts`) do not divide into {groups} groups"
+        message = f"{number} experts (`model.experts.num_experts`) cannot be divided evenly into {groups} groups"
         yield not_divisible("model.experts.num_groups", message, number, groups)
     elif experts.top_groups * number // groups < experts.top_k or experts.top_groups > groups:
         message = (
@@ -315,7 +315,7 @@ def heads(spec: RunSpec) -> Iterator[Problem]:
     """Require that all key-value heads serve the same number of heads."""
     model = spec.model
     if isinstance(model, TextModel) and model.num_kv_heads and model.num_heads % model.num_kv_heads:
-        message = f"{model.num_heads} heads (`model.num_heads`) do not divide by {model.num_kv_heads} key-value heads"
+        message = f"{model.num_heads} heads (`model.num_heads`) are no multiple of {model.num_kv_heads} key-value heads"
         yield not_divisible("model.num_kv_heads", message, model.num_heads, model.num_kv_heads)
 
 
@@ -344,7 +344,7 @@ def mamba_heads(spec: RunSpec) -> Iterator[Problem]:
     """Require that all groups serve the same number of heads."""
     model = spec.model
     if isinstance(model, HybridModel) and model.mamba_layers and model.mamba_heads % model.mamba_groups:
-        message = f"{model.mamba_heads} Mamba heads do not divide into {model.mamba_groups} groups"
+        message = f"{model.mamba_heads} Mamba heads cannot be divided evenly into {model.mamba_groups} groups"
         yield not_divisible("model.mamba_groups", message, model.mamba_heads, model.mamba_groups)
 
 
@@ -482,7 +482,7 @@ def planes(spec: RunSpec) -> Iterator[Problem]:
         path = "cluster.fabric.planes.planes"
         message = (
             f"`{path}` is {found.planes}: a switch of {found.switch_tbit_per_s:g} Tbit/s would have {radix:g} ports of "
-            f"{found.nic_gbit_per_s / found.planes:g} Gbit/s; expected a whole, even number"
+            f"{found.nic_gbit_per_s / found.planes:g} Gbit/s; expected an even whole number"
         )
         yield Problem(
             "not_divisible", message, path, "choose planes, nic_gbit_per_s and switch_tbit_per_s that divide evenly"
@@ -701,7 +701,7 @@ def group_processes(spec: RunSpec) -> Iterator[Problem]:
     if devices == AUTO or spec.cluster.num_nodes * devices % number == 0:
         return
     processes = spec.cluster.num_nodes * devices
-    message = f"{processes} processes do not divide over {number} replica groups"
+    message = f"{processes} processes cannot be divided evenly among {number} replica groups"
     hint = f"set cluster.devices_per_node={max(1, devices // number) * number}, or another resilience.replica_groups"
     yield Problem("not_divisible", message, "resilience.replica_groups", hint)
 
@@ -711,7 +711,7 @@ def whole_hosts(num_nodes: int, number: int) -> Iterator[Problem]:
     if number == 1 or num_nodes % number == 0 or number % num_nodes == 0:
         return
     path = "resilience.replica_groups"
-    message = f"{num_nodes} nodes do not divide over {number} replica groups, nor the groups over the nodes"
+    message = f"{num_nodes} nodes cannot be divided evenly among {number} replica groups, nor vice versa"
     fitting = [n for n in range(2, 2 * num_nodes + 1) if num_nodes % n == 0 or n % num_nodes == 0]
     # The values nearest to the requested one, in ascending order.
     near = sorted(fitting, key=lambda n: abs(n - number))[:3]
