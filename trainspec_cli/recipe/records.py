@@ -185,7 +185,7 @@ def _kind_of(annotation: Any) -> ValueKind:
             lambda value: {key: one.read(inner) for key, inner in _exactly(dict, value).items()},
         )
     if origin is typing.Literal:
-        # Files from a newer version must stay readable, even if they contain words that this version does not know.
+        # Files from a newer version must stay readable, even if they contain words that are unknown to this version.
         return PLAIN[str]
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return ValueKind("an object", lambda value: read_record(annotation, _exactly(dict, value)))

@@ -54,8 +54,8 @@ class Efficiency:
     """Rate of fused attention relative to the sustained bf16 matmul rate."""
     attention_backward: float = 0.605
     attention_older: float = 0.626
-    """The same for attention kernels written for the previous chip generation (without Hopper or later
-    instructions)."""
+    """Rate of attention kernels written for the previous chip generation, relative to the same matmul rate (without
+    Hopper or later instructions)."""
     exponentials: float = 0.497
     """Fraction of attention's exponentials that its matrix multiplications do not hide."""
     memory: float = 0.877
@@ -65,7 +65,7 @@ class Efficiency:
     elementwise: float = 1.11
     """Actual number of passes over memory, relative to the number counted for lightly fused kernels."""
     elementwise_eager: float = 1.48
-    """The same if every operation is a separate kernel."""
+    """The same ratio if every operation is a separate kernel."""
     issue: float = 1.06
     """Number of passes through the load and store units, per pass of an element-wise kernel, that memory traffic does
     not hide."""
@@ -88,7 +88,7 @@ class Efficiency:
     cp_overlap: float = 0.721
     ep_overlap: float = 0.328
     ep_overlap_network: float = 0.503
-    """The same for traffic to experts on other nodes, if the schedule overlaps it."""
+    """Hidden fraction of the traffic to experts on other nodes, if the schedule overlaps it."""
     dp_overlap: float = 0.8
     """Fraction of the backward (or forward) that can hide data-parallel traffic."""
     pp_overlap: float = 0.471
@@ -105,7 +105,7 @@ class Efficiency:
     step_s: float = 0.02
     """Host work between steps: clipping, logging, and receiving data from the loader."""
     step_graphed_s: float = 0.00441
-    """The same if kernel launches are replayed from a graph."""
+    """Host work between steps if kernel launches are replayed from a graph."""
     bubble: float = 0.898
     """Pipeline bubble relative to the ideal."""
     conv: float = 0.886

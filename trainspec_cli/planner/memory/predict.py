@@ -55,7 +55,8 @@ RECOMPUTE_FRAGMENTATION = 0.17
 """Additional fragmentation with recomputation, because its blocks differ in size from those of the first forwards: 22%
 of all memory in such traces, and 25% of activations in published tables of runs with full recomputation."""
 STATES_FRAGMENTATION = 0.04
-"""The same for parameters, gradients and optimizer states, which are allocated once and rounded up to full blocks."""
+"""Fragmentation of parameters, gradients and optimizer states, which are allocated once and rounded up to full
+blocks."""
 GROWN_FRAGMENTATION = 0.02
 """Fragmentation with expandable segments, as a fraction of all tensors: neighbouring holes merge, and no segment is
 rounded up. It is the mean over traces of the engine's steps above 1 GiB, using the same rules."""
@@ -64,7 +65,7 @@ GROWN_RECOMPUTE_FRAGMENTATION = 0.05
 LOGIT_BYTES = 10.0
 """Bytes per logit: 2 in the compute format, 4 in the loss, 4 for its gradient before it is cast back."""
 LOGIT_BYTES_EAGER = 12.0
-"""The same, plus 2 for the gradient after the cast back."""
+"""Bytes per logit including the gradient after the cast back, which takes another 2."""
 REUSE = 0.5
 """Fraction of the memory freed by the backward that the optimizer's temporaries can reuse."""
 RESERVE = 0.06

@@ -80,7 +80,8 @@ MEMORY_KNOWN_WITHIN = 1.1
 """Uncertainty factor of a peak that is counted tensor by tensor. Traces of the engine's steps are within 2%; 6% is
 added for the spread between identical runs."""
 MEMORY_ELSEWHERE_WITHIN = 1.3
-"""The same for other frameworks: 90% of 26 nanotron peaks, which were not used for the fit, are within x1.31."""
+"""Uncertainty factor of a peak for other frameworks: 90% of 26 nanotron peaks, which were not used for the fit, are
+within x1.31."""
 STORAGE_SOURCE = "a node, to checkpoint storage; BLOOM wrote 2.3 TB in 40 s from 48 nodes (stas00/ml-engineering)"
 
 

@@ -25,7 +25,7 @@ from trainspec_cli.run.recovery import recovery, reliability, run_state
 MAX_FAILURES = 1000
 """A simulation stops after this many failures, when its goodput is known to within one percent."""
 ENOUGH_OF_MANY = 300
-"""The same for one of many simulations. Fewer failures suffice, because the failure rates are more uncertain than the
+"""The limit for each of many simulations. Fewer failures suffice, because the failure rates are more uncertain than the
 cost of a failure."""
 NORMAL_90 = 1.645
 """Number of standard deviations on either side of the mean that contain 90% of a normal distribution."""

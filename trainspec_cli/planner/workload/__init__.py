@@ -73,7 +73,8 @@ class Work:
     """Matrix multiplications whose weight gradients trainspec's engine computes while it exchanges the gradient of a
     tensor-parallel region's input."""
     tp_delayed_after: tuple[Gemm, ...] = ()
-    """The same for the gradient of the region's output; these multiplications belong to the block's next region."""
+    """Matrix multiplications whose weight gradients hide the exchange of the output's gradient; they belong to the next
+    region."""
     tp_last: bool = False
     """True if a recomputed forward ends before the output is exchanged, because the backward does not need the
     result."""
@@ -143,7 +144,8 @@ COUNTED_LOSS_BYTES = 32.0
 """Memory traffic per logit of trainspec's loss (`engine/models/cross_entropy.py`): a cast to fp32, softmax and its
 exponential, a copy in the compute format, and a mask. The backward only scales the gradients."""
 CUT_LOSS_BYTES = 48.0
-"""The same for a sharded vocabulary (`engine/parallel/context.py`), where maximum and sum are separate passes."""
+"""Memory traffic per logit for a sharded vocabulary (`engine/parallel/context.py`), where maximum and sum are separate
+passes."""
 LOSS_BYTES = 12.0
 """Memory traffic per logit of softmax and loss in the forward: a 2-byte value is written and read, a 4-byte value is
 kept and read."""

@@ -109,7 +109,7 @@ class FrameworkSpec:
     accumulate: SumFormat = "fp32"
     """The format in which a rank sums gradients if the recipe does not specify it (`precision.reduce`)."""
     accumulate_fp16: SumFormat = "fp32"
-    """The same for a run that computes in fp16."""
+    """The format in which a rank sums gradients in a run that computes in fp16."""
     reduce: SumFormat = "fp32"
     """The wire format of gradients if the recipe does not specify it (`precision.reduce`)."""
     gradient_copy: bool = False

@@ -131,7 +131,7 @@ class Layout:
 
         ZeRO-2 and 3 keep gradients sharded from one micro-batch to the next. With replicas, gradients are exchanged
         only once, because the sum over replicas is more expensive. The same applies if weight gradients are computed
-        after the backward."""
+        separately, after the input gradients."""
         sharded = self.zero_stage >= 2 and self.dp_shard > 1 and self.dp_replicate == 1
         return sharded and not self.splits_backward
 

@@ -337,7 +337,7 @@ class HybridModel:
         memory="trainspec_cli.planner.memory.engine.step",
         refuses={
             "cp": "a state-space scan runs along the full sequence",
-            "lora": "adapters are for decoders",
+            "lora": "only decoders can have adapters",
             "fp8": "it is implemented only for the linear layers of decoders",
         },
     )
@@ -439,7 +439,7 @@ class OwnModel:
         refuses={
             "tp": "the engine cannot shard user-defined blocks",
             "cp": "user-defined blocks need full sequences",
-            "lora": "adapters are for decoders",
+            "lora": "only decoders can have adapters",
             "fp8": "it is implemented only for the linear layers of decoders",
             "muon": "the plan does not know the matrices of user-defined blocks",
         },
@@ -484,7 +484,7 @@ class ConvModel:
             "tp": "convolutions are not sharded",
             "cp": "images have no sequence",
             "pp": "its stages differ in shape",
-            "lora": "adapters are for decoders",
+            "lora": "only decoders can have adapters",
             "fp8": "it is implemented only for the linear layers of decoders",
             # Inductor in torch 2.13 raises "Invalid ranges [0:-1]" for a 3-D convolution with dynamic sizes, which
             # dynamo assumes once a class of blocks has seen two shapes. With static sizes (dynamic=False), 2-D and 3-D
@@ -492,7 +492,7 @@ class ConvModel:
             # norm, whose sums run over all ranks, stays eager. Every shape is compiled, and ResNet-50 has more shapes
             # than dynamo's limit of 8.
             "compile": "torch.compile cannot lower its convolutions of several shapes, and batch norm stays eager",
-            "elastic": "batch norm takes its statistics over all samples, and replica groups do not share them",
+            "elastic": "batch norm computes its statistics over all samples, and replica groups do not share them",
         },
     )
     num_layers: ClassVar[int] = 1

@@ -95,8 +95,8 @@ class ResilienceSpec:
     """Maximum number of restarts per hour of each replica group (elastic) or of the run (restart, sites). A group that
     fails more often stays down."""
     hang_floor_s: PositiveFloat | None = 120.0
-    """A step counts as hung if it takes this long and also five times as long as the slowest step before it. The run
-    then ends and shows the ranks' stacks. null: wait forever."""
+    """A step counts as hung if it takes at least this long and at least five times as long as the slowest step before
+    it. The run then ends and shows the ranks' stacks. null: wait forever."""
     first_step_s: PositiveFloat | None = 1800.0
     """Time limit for each step until three steps have been timed, and for each step after an evaluation, because these
     steps compile and connect. If it is exceeded, the run ends with exit code 5 and reports which rank is waiting for

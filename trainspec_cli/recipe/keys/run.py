@@ -176,7 +176,7 @@ class CheckpointSpec:
     predecessor; null: no copies.
 
     They outlive the workers: a run that restarts on the same nodes, or with one node replaced, resumes from them. They
-    take twice the size of the state (four times on two or more nodes) until the run has ended normally."""
+    take up twice the size of the state (four times on two or more nodes) until the run has ended normally."""
     keep_last: PositiveInt = 2
     """Number of complete checkpoints to keep; older ones are deleted."""
     keep_best: bool = False
@@ -201,7 +201,7 @@ class InitSpec:
     Hub cache; the folder of a distributed torch checkpoint (DCP, also from torchtitan and Megatron) or of a litgpt
     checkpoint; or the folder of a trainspec run. null: random weights from the seed.
 
-    Only weights are loaded: the optimizer, the step and the data start from the beginning."""
+    Only weights are loaded; the optimizer state, the step number and the data start afresh."""
 
     @property
     def hugging_face(self) -> Path | None:
@@ -374,7 +374,7 @@ class RunSpec:
     """Activations to recompute in the backward: `selective` those of the attention core, `full` those of an entire
     block."""
     offload: Offload | Auto = "none"
-    """The state to keep in host memory when it is not in use."""
+    """The part of the state that is kept in host memory while it is not in use."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     """When checkpoints are written and removed."""
     resilience: ResilienceSpec = field(default_factory=ResilienceSpec)

@@ -64,7 +64,7 @@ class TunerRow:
     max_bytes: int
     algorithm: Literal["ring", "tree"]
     nodes: int
-    """Number of nodes to which the row applies; -1: any number. The same holds for `ranks`."""
+    """Number of nodes to which the row applies; -1: any number. The same convention holds for `ranks`."""
     ranks: int
     reason: str
 

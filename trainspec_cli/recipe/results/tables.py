@@ -203,7 +203,7 @@ class ClusterProfile:
     error_before: float
     """Mean error of the predicted step times with the shipped values."""
     error_after: float
-    """The same with the fitted values."""
+    """Mean error of the predicted step times with the fitted values."""
     known_within: float
     """90% of similar steps are predicted within this factor."""
     parameters: dict[str, Calibrated]

@@ -315,7 +315,7 @@ def heads(spec: RunSpec) -> Iterator[Problem]:
     """Require that all key-value heads serve the same number of heads."""
     model = spec.model
     if isinstance(model, TextModel) and model.num_kv_heads and model.num_heads % model.num_kv_heads:
-        message = f"{model.num_heads} heads (`model.num_heads`) are no multiple of {model.num_kv_heads} key-value heads"
+        message = f"{model.num_heads} heads (`model.num_heads`) are not a multiple of {model.num_kv_heads} KV heads"
         yield not_divisible("model.num_kv_heads", message, model.num_heads, model.num_kv_heads)
 
 

@@ -60,7 +60,7 @@ def local_folder(spec: RunSpec) -> Iterator[Problem]:
 
 
 def heldout(spec: RunSpec) -> Iterator[Problem]:
-    """Require evaluations for settings that depend on the held-out loss, which a healed replica group does not know."""
+    """Require evaluations for settings that depend on the held-out loss, which is lost in a healed replica group."""
     wanted = {
         "checkpoint.keep_best": spec.checkpoint.keep_best,
         "train.early_stop_evals": spec.train.early_stop_evals is not None,
@@ -218,7 +218,7 @@ def block(spec: RunSpec) -> Iterator[Problem]:
     yield from problems
     if model.block_params is None and not problems:
         path = BLOCK_PARAMS
-        message = f"`{path}` has no value: the plan cannot know how many parameters {model.block} makes"
+        message = f"`{path}` has no value: the plan cannot know how many parameters {model.block} creates"
         yield Problem("missing_value", message, path, f"set {path}=NUMBER, which most trainspec commands count for you")
 
 
@@ -668,8 +668,8 @@ def seesaw(spec: RunSpec) -> Iterator[Problem]:
 
 
 def noise(spec: RunSpec) -> Iterator[Problem]:
-    """Require two data-parallel ranks, because noise is measured between them; `measurable_noise` checks what only the
-    plan knows."""
+    """Require two data-parallel ranks, because noise is measured between them; `measurable_noise` checks what is known
+    only once the run is planned."""
     devices = spec.cluster.devices_per_node
     axes = (spec.layout.pp, spec.layout.cp, spec.layout.tp)
     if spec.batching.schedule.kind != "noise" or devices == AUTO or AUTO in axes:

@@ -474,7 +474,7 @@ class Tape:
         return [Value(x.storage, size, x.width, Node(next(self._numbers), (node,), passing)) for size in sizes]
 
     def part(self, x: Value, elements: float) -> Value:
-        """Return a view of part of `x`; in the backward, its gradient is copied into zeros."""
+        """Return a view of part of `x`; in the backward, its gradient is copied into a zero tensor."""
         size = x.elements, x.width
         return self._view(x, elements, lambda _: (self.new(*size),))
 
@@ -494,7 +494,7 @@ class Tape:
         return self._recorded(out, parts, backward)
 
     def with_side(self, x: Value, loss: Value) -> Value:
-        """Return `x`; the backward also runs from the scalar `loss`."""
+        """Return `x`; the backward also starts from the scalar `loss`."""
         return self._recorded(x, (x, loss), lambda gradient: (gradient, self.new(1, 4.0)))
 
     def negated(self, x: Value) -> Value:
