@@ -126,7 +126,7 @@ def test_an_open_axis_takes_what_the_others_leave(layout, expected):
 
 
 def test_axes_that_do_not_multiply_to_the_world_are_refused():
-    with pytest.raises(RecipeError, match=r"takes 2 processes, the cluster has 4"):
+    with pytest.raises(RecipeError, match=r"takes 2 processes, but the cluster has 4"):
         plan(replace(SPEC, layout=LayoutSpec(dp_replicate=2, dp_shard=1)), H200S)
 
 
@@ -185,7 +185,7 @@ def test_layouts_of_eight_processes(wanted: LayoutSpec, layout: Layout):
         (LayoutSpec(tp=3), r"8 is not divisible by 3 \(cp x tp x pp\)"),
         (LayoutSpec(dp_shard=3), r"8 is not divisible by 3 \(dp_shard\)"),
         (LayoutSpec(dp_replicate=3), r"8 is not divisible by 3 \(dp_replicate\)"),
-        (LayoutSpec(dp_replicate=2, dp_shard=2), "takes 4 processes, the cluster has 8"),
+        (LayoutSpec(dp_replicate=2, dp_shard=2), "takes 4 processes, but the cluster has 8"),
     ],
     ids=["axes", "shards", "replicas", "product"],
 )
@@ -335,7 +335,7 @@ def test_planned_changes_of_layout_are_resolved_as_the_layout_is() -> None:
 def test_a_planned_layout_of_other_sizes_than_the_cluster_is_refused() -> None:
     changes = (LayoutChangeSpec(4, pp=2, dp_shard=2, dp_replicate=2),)
     spec = replace(SPEC, cluster=ClusterSpec(devices_per_node=4), scheduler=SchedulerSpec(changes=changes))
-    with pytest.raises(RecipeError, match=r"the layout from step 4 on, .* takes 8 processes, the cluster has 4"):
+    with pytest.raises(RecipeError, match=r"the layout from step 4 on, .* takes 8 processes, but the cluster has 4"):
         plan(spec, LAPTOP)
 
 

@@ -137,7 +137,8 @@ def plan_best(spec: RunSpec, machine: Machine | None = None) -> Candidate | None
 
 
 def find_best(search: Search, spec: RunSpec, eff: Efficiency, most: int = COUNTED) -> Candidate | None:
-    """Return the best layout that fits, or None. Only the first `most` layouts are counted tensor by tensor."""
+    """Return the best layout that fits, or None. Memory is counted tensor by tensor only for the first `most`
+    layouts."""
     found = choose_candidates(search, spec, eff, 1, most)
     return found[0] if found and found[0].fits else None
 
@@ -178,7 +179,7 @@ def choose_simplest(search: Search, fastest: Candidate, spec: RunSpec, eff: Effi
     sure = min(fastest.fit_probability, SURELY)
 
     def count(found: Estimated) -> Candidate | None:
-        """Return the layout counted tensor by tensor, if it may replace the fastest one."""
+        """Return the layout with its memory counted tensor by tensor, if it may replace the fastest one."""
         candidate = counted(search, found, spec, eff)
         is_good = candidate.fits and candidate.expected_step_s <= limit_s and candidate.fit_probability >= sure
         return candidate if is_good else None
@@ -578,7 +579,7 @@ def other_recovery(wanted: ResilienceSpec) -> ResilienceSpec:
 
 
 ADVISED = 16
-"""Maximum number of layouts to count tensor by tensor in search of one that fits."""
+"""Maximum number of layouts whose memory is counted tensor by tensor in search of one that fits."""
 MORE_NODES = (2, 4, 8, 16, 32, 64)
 RANK = 16
 """Rank of the suggested adapters."""

@@ -611,7 +611,7 @@ def _fill_bubbles(stages: tuple[tuple[int, ...], ...], micro_batches: int) -> tu
 
     `stages`: the stages of each rank. In each tick, a rank computes an input gradient that others are waiting for,
     otherwise a forward, otherwise a weight pass. The number of micro-batches in flight on its first chunk is at most
-    the number of ranks, so it needs no more memory than the fullest stage of 1F1B.
+    the number of ranks, so it needs no more memory than the most memory-intensive stage of 1F1B.
     """
     num_stages = sum(map(len, stages))
     forwards = [0] * num_stages  # number of micro-batches that have finished the pass, per stage

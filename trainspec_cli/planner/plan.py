@@ -212,7 +212,7 @@ def resolve_layout(wanted: LayoutSpec, world_size: int, name: str = "the layout"
         context_method=wanted.context_method,
     )
     if layout.world_size != world_size:
-        message = f"{name}, {layout.describe()}, takes {layout.world_size} processes, the cluster has {world_size}"
+        message = f"{name}, {layout.describe()}, takes {layout.world_size} processes, but the cluster has {world_size}"
         hint = f"make the axes' product {world_size}, or leave one of them auto"
         raise RecipeError(Problem("not_divisible", message, "layout", hint))
     return layout

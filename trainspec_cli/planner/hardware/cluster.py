@@ -237,7 +237,7 @@ def all_gather_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
         return 0.0
     if group.speaks_gloo:
         # Each step of gloo's ring waits for the slowest hop. A rank's part is sent in two segments, each after the
-        # receiver's ready signal, which overlaps with the other segment; with two ranks the signal queues behind the
+        # receiver's ready signal, which overlaps with the other segment; with two ranks, the signal queues behind the
         # data on the same connection.
         hop_s = _slowest_hop_s(group, eff)
         steps = group.size - 1
@@ -360,7 +360,7 @@ ALIKE = 0.85
 of the same name, or a slice (MIG). An AMD GPU with less than this fraction of the memory is one die of a board
 (MI250X), or a partition."""
 RATES = ("_tflops", "_tb_per_s", "cache_mb", "tdp_w")
-"""Suffixes of accelerator values that scale with the size of a partition of the chip."""
+"""Suffixes of the accelerator keys whose values scale with the size of a partition of the chip."""
 
 
 @lru_cache(maxsize=32)
@@ -494,7 +494,7 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
     if joined > 1 and fabric.link_gb_per_s <= 0:
         path = "cluster.accelerator.link_gb_per_s"
         message = f"`{path}` of {fabric.chip.name} has no value, and {joined} devices exchange data over these links"
-        hint = f"set {path}=<GB/s of a device, one direction>: 63 on PCIe 5 x16, 450 on an H100's NVLink"
+        hint = f"set {path}=<GB/s per device, in one direction>: 63 on PCIe 5 x16, 450 on an H100's NVLink"
         raise RecipeError(Problem("missing_value", message, path, hint))
     return fabric
 

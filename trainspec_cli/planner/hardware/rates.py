@@ -38,7 +38,8 @@ class Efficiency:
     Fractions refer to the chip's sustained matmul rate, its memory bandwidth or a link's bandwidth."""
 
     matmul: float = 0.937
-    """Matmul rate in training as a fraction of the best measured one, which has higher clocks and warm caches."""
+    """Matmul rate in training as a fraction of the best measured one, which benefits from higher clocks and warm
+    caches."""
     matmul_fp8: float = 0.913
     matmul_fp4: float = 0.674
     gemm_memory: float = 0.472

@@ -248,8 +248,8 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory) -> M
     gathered = gathered_bytes(layer, layers, outside, setup)
 
     # Activations kept for the micro-batches in flight, and one layer's temporaries (after the logits are freed).
-    # Megatron frees activations after sending them; others keep them until their gradient arrives, one part per
-    # tensor-parallel rank.
+    # Megatron frees activations after sending them; in others, each tensor-parallel rank keeps a part of them until
+    # their gradient arrives.
     logits = layer.logits_bytes if last else 0.0
     held = in_flight(setup, stage)
     sent = layer.output_bytes / layout.tp if layout.pp > 1 and not software.fused_kernels else 0.0
@@ -433,8 +433,8 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
         return None
     micro_batches = setup.grad_accum
     if layout.pp > 1 and layout.pipeline_schedule != "gpipe":
-        # A full pipeline repeats itself: more micro-batches than twice the number of stages need the same memory,
-        # within 0.03%.
+        # A full pipeline repeats itself: beyond twice as many micro-batches as stages, memory stays the same within
+        # 0.03%.
         micro_batches = min(micro_batches, 2 * layout.num_stages)
     return EngineRun(
         model=setup.model,

@@ -307,7 +307,7 @@ class Search:
     """Duration of a failed start in seconds, divided by the number of steps in the run."""
     refused: Counter[str] = field(default_factory=Counter)
     counted: dict[Setup, Candidate] = field(default_factory=dict)
-    """Layouts that have already been counted tensor by tensor."""
+    """Layouts whose memory has already been counted tensor by tensor."""
     smallest: Estimated | None = None
     """The layout that needs the least memory, whether it fits or not. It is shown if none fits."""
 

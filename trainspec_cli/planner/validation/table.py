@@ -449,7 +449,7 @@ def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
     if stated:
         there_are = ", ".join(sorted(frameworks()))
         raise UnknownFramework(
-            f"unknown framework {stated[:40]}: write conf/framework/NAME.yaml ({there_are} are there)"
+            f"unknown framework {stated[:40]}: write conf/framework/NAME.yaml (known: {there_are})"
         )
     return frameworks()[UNSTATED], True
 

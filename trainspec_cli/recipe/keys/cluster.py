@@ -101,8 +101,8 @@ class FabricSpec:
 class AcceleratorSpec:
     """One chip: peak rates from the vendor's data sheet, and measured rates. Rates are dense, without sparsity.
 
-    A rate of 0 means that the chip lacks the format. GB and TB are decimal; the memory size is the one stated by the
-    vendor."""
+    A rate of 0 means that the chip does not support the format. GB and TB are decimal; the memory size is the one
+    stated by the vendor."""
 
     name: str
     """The chip's name in plans and reports."""
@@ -447,14 +447,14 @@ class Gpu:
 
     @property
     def bf16(self) -> bool:
-        """Return whether its matrix units multiply bf16: NVIDIA since Ampere, AMD since MI100 (gfx908) and RDNA 3."""
+        """Return whether its matrix units support bf16: NVIDIA since Ampere, AMD since MI100 (gfx908) and RDNA 3."""
         if self.vendor == "amd":
             return self.compute_capability >= (9, 0x08) and self.compute_capability[0] != 10
         return self.compute_capability >= (8, 0)
 
     @property
     def fp8(self) -> bool:
-        """Return whether its matrix units multiply fp8: NVIDIA since Ada, AMD on MI300 (gfx942), MI350 and RDNA 4."""
+        """Return whether its matrix units support fp8: NVIDIA since Ada, AMD on MI300 (gfx942), MI350 and RDNA 4."""
         if self.vendor == "amd":
             return self.compute_capability >= (12, 0) or (9, 0x42) <= self.compute_capability < (10, 0)
         return self.compute_capability >= (8, 9)
@@ -472,9 +472,10 @@ class Machine:
     gpu_memory_bytes: int = 0
     """Memory of the GPU that has the least memory."""
     bf16: bool = False
-    """True if the device multiplies bf16 natively: a CPU with AMX, or GPUs whose matrix units support it."""
+    """True if the device supports bf16 matrix multiplications natively: a CPU with AMX, or GPUs whose matrix units
+    do."""
     fp8: bool = False
-    """True if the GPUs' matrix units multiply fp8."""
+    """True if the GPUs' matrix units support fp8."""
     gpus: tuple[Gpu, ...] = ()
     """The driver's report on each GPU; empty for a machine that is only described."""
     gpu_problem: Problem | None = None

@@ -327,7 +327,7 @@ class TrackingSection:
 
 @dataclass(frozen=True)
 class ObserveSection:
-    """What a run observes about itself in addition to its steps."""
+    """Diagnostics that a run collects in addition to the events of its steps."""
 
     deeper_look: bool = True
     """When the diagnosis finds what slows the run down, the suspected rank profiles itself for three steps (one if
@@ -388,7 +388,7 @@ class RunSpec:
     tracking: TrackingSection = field(default_factory=TrackingSection)
     """Additional trackers that record events."""
     observe: ObserveSection = field(default_factory=ObserveSection)
-    """What a run observes about itself in addition to its steps."""
+    """Diagnostics that a run collects in addition to the events of its steps."""
     run: RunSection = field(default_factory=RunSection)
     """The run folder, the run's name, and limits for its processes."""
 

@@ -1,4 +1,4 @@
-"""A plan: a RunSpec without `auto`, and the predictions made before the start."""
+"""A plan: a RunSpec without `auto`, and the predictions made before the run starts."""
 
 from __future__ import annotations
 

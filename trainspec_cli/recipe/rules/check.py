@@ -377,7 +377,7 @@ def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
 
 
 def matrix_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    """Reject formats that the GPUs cannot multiply. CPUs emulate them."""
+    """Reject formats in which the GPUs cannot multiply matrices; CPUs emulate them."""
     if spec.cluster.device == "cpu" or not machine.gpu_names:
         return
     if spec.precision.compute == "bf16" and not machine.bf16:
@@ -584,7 +584,7 @@ def data_matches_model(spec: RunSpec) -> Iterator[Problem]:
         message = f"data={data.source} is text, but a {model.family} model reads images or volumes"
         yield Problem("unsupported", message, "data.source", "set data=phantom, data=images or data=volumes")
     elif model.unit == "tokens" and data.unit == "samples":
-        message = f"data={data.source} has no tokens, which a {model.family} model reads"
+        message = f"data={data.source} has no tokens, which a {model.family} model needs"
         yield Problem("unsupported", message, "data.source", "set data=text, or another model")
     elif model.unit == "samples" and data.seq_len != 1:
         message = f"`data.seq_len` is {data.seq_len}; a sample is one image or volume"

@@ -75,7 +75,7 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
         got = f"adapters do not support the split backward of {spec.layout.pipeline_schedule}"
         yield Problem("unsupported", got, "layout.pipeline_schedule", "set layout.pipeline_schedule=1f1b")
     if spec.precision.matmul == "fp8":
-        message = "layers with adapters do not multiply in fp8"
+        message = "layers with adapters do not support fp8"
         yield Problem("unsupported", message, "precision.matmul", "set precision.matmul=compute")
     unknown = [target for target in spec.lora.targets if target not in TARGETS]
     if unknown or not spec.lora.targets:
@@ -196,7 +196,7 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
     etp = size_of(spec.layout, "etp")
     experts = spec.model.experts
     if etp > 1:
-        yield Problem("illegal_layout", "the engine does not divide experts", "layout.etp", "set layout.etp=1")
+        yield Problem("illegal_layout", "the engine does not shard individual experts", "layout.etp", "set layout.etp=1")
     if ep == 1:
         return
     if experts is None:
@@ -791,7 +791,7 @@ def order_of_changes(spec: RunSpec) -> Iterator[Problem]:
     # A changing batch size changes the number of steps, so the last step is unknown.
     late = [place for place, change in enumerate(changes) if change.step >= spec.train.max_steps]
     if late and spec.batching.schedule.kind == "constant":
-        message = f"`{PATH}.{late[0]}.step` is {changes[late[0]].step}, in a run of {spec.train.max_steps} steps"
+        message = f"`{PATH}.{late[0]}.step` is {changes[late[0]].step}, but the run has {spec.train.max_steps} steps"
         yield Problem("out_of_range", message, f"{PATH}.{late[0]}.step", f"set {spec.train.max_steps - 1} or less")
 
 

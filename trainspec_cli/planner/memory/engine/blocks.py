@@ -270,7 +270,7 @@ def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
 
 
 def causal_core(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
-    """Record causal attention. Kernels require heads of one size."""
+    """Record causal attention. Kernels require all heads to have the same size."""
     is_narrow, elements = v.elements < k.elements, q.elements * v.elements / k.elements
     if is_narrow:
         v = tape.copy(v, k.elements)
@@ -692,7 +692,7 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
     tape.is_saving = recompute == "none"
     tape.kept = [] if recompute == "selective" else None
     out = block()
-    if tape.fuses and tape.kept:  # the compiler sees that no backward needs the last product's result
+    if tape.fuses and tape.kept:  # the compiler sees that no backward needs the last costly result
         tape.kept.pop()
     tape.mark()
     forward, tape.stretches, saves = tuple(tape.stretches), [], tape.saves

@@ -96,9 +96,9 @@ def is_counted(model: ModelSpec, offload: str) -> bool:
 
 
 def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str) -> bool:
-    """Return whether the count covers fusion in the model's compiled blocks. It does for fully trained blocks with full
-    attention and feed-forwards in a single format; it has not been compared with the compiled graphs of other
-    blocks."""
+    """Return whether the count covers fusion in the model's compiled blocks. It does for blocks whose weights are all
+    trained, with full attention and feed-forwards in a single format; it has not been compared with the compiled graphs
+    of other blocks."""
     if not has_layer_list(model) or lora.rank or matmul not in ("compute", compute):
         return False
     layers = set(model.layer_list)
