@@ -448,9 +448,7 @@ def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
         return of_year(named, year), False
     if stated:
         there_are = ", ".join(sorted(frameworks()))
-        raise UnknownFramework(
-            f"unknown framework {stated[:40]}: write conf/framework/NAME.yaml (known: {there_are})"
-        )
+        raise UnknownFramework(f"unknown framework {stated[:40]}: write conf/framework/NAME.yaml (known: {there_are})")
     return frameworks()[UNSTATED], True
 
 

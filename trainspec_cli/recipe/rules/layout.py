@@ -196,7 +196,7 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
     etp = size_of(spec.layout, "etp")
     experts = spec.model.experts
     if etp > 1:
-        yield Problem("illegal_layout", "the engine does not shard individual experts", "layout.etp", "set layout.etp=1")
+        yield Problem("illegal_layout", "the engine does not shard single experts", "layout.etp", "set layout.etp=1")
     if ep == 1:
         return
     if experts is None:
