@@ -184,7 +184,7 @@ CPU_SPREAD = Spread(parameter=0.3, pace=0.3, group=0.05, noise=0.05)
 """Predicted CPU steps are assumed to be off by a third because of other load; runs with the same layout differ by
 5%."""
 LEAST_SHARE = 0.02
-"""Parts that take less than this fraction of a step are noise and are not used."""
+"""Parts that take less than this fraction of a step are treated as noise and ignored."""
 LARGEST = 0.98
 
 

@@ -1,5 +1,5 @@
-"""Pipelines: how a model's layers are split into stages, and the order of each rank's passes. Contains only data and
-arithmetic.
+"""Pipelines: how a model's layers are split into stages, and the order of each rank's passes. This module contains
+only data and arithmetic.
 
 The engine executes these actions, and the planner's memory model replays them. Stages are chunks of consecutive layers,
 numbered along the model. A rank has one stage or several (interleaved, zbv)."""
@@ -189,8 +189,8 @@ class Chain:
     def walk(self, heaviest_s: float) -> Borders | None:
         """Return the split nearest to `near` whose ranks take at most `heaviest_s`, or None.
 
-        The search proceeds stage by stage, and keeps the possible borders of each stage with the nearest split up to
-        there."""
+        The search proceeds stage by stage, and keeps the possible borders of each stage, each with the nearest split of
+        the layers before it."""
         before = self.time_before
         end = self.near[-1]
         reached: dict[int, tuple[int, Borders]] = {self.near[0]: (0, (self.near[0],))}

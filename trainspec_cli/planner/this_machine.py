@@ -385,8 +385,8 @@ def tensor_bytes(plan: Plan) -> dict[str, float]:
 
 
 def copy_bytes(plan: Plan) -> float:
-    """Return the bytes of the state's copy while a checkpoint is written. Ranks divide the part that all of them have.
-    In host memory, there are two copies."""
+    """Return the bytes of the state's copy while a checkpoint is written. Ranks divide among themselves the part that
+    all of them have. In host memory, there are two copies."""
     checkpoint = plan.spec.checkpoint
     moments = moment_bytes(plan.spec.model, plan.spec.optim.kept_state, plan.spec.lora)
     held = (4 + moments) * plan.params / plan.world_size

@@ -1,6 +1,6 @@
 """Find what bounds a plan's step, and predict the step after one change, such as faster links or another layout.
 
-Predictions for GPUs use the catalogue, those for a CPU use a probe. Results are fractions and factors to apply to a
+Predictions for GPUs use the catalogue, and those for a CPU use a probe. Results are fractions and factors to apply to a
 measured step."""
 
 from __future__ import annotations

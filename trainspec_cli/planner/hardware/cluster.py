@@ -305,8 +305,8 @@ def _crossing_bytes(group: Group, sent_bytes: float, copies: int, ranks: int) ->
 
 
 def send_s(group: Group, message_bytes: float, eff: Efficiency) -> float:
-    """Return the time in seconds to send `message_bytes` to a neighbour on the axis. It counts the slowest tier between
-    any two neighbours, because all others wait for them."""
+    """Return the time in seconds to send `message_bytes` to a neighbour on the axis. The slowest tier between any two
+    neighbours determines it, because all others wait for them."""
     if group.size <= 1:
         return 0.0
     near = group.link_bytes_per_s

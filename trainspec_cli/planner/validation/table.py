@@ -430,7 +430,7 @@ def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
     """Return (the framework as of the row's year, whether it is assumed because the row does not name one). Raises
     UnknownFramework.
 
-    Looks first for a file that claims the entire table, then in the column `framework` or, if that is empty, in
+    It looks first for a file that claims the entire table, then in the column `framework` or, if that is empty, in
     `source`."""
     stated = (row.get("framework") or "").strip()
     source = (row.get("source") or "").strip()

@@ -147,8 +147,8 @@ CUT_LOSS_BYTES = 48.0
 """Memory traffic per logit for a sharded vocabulary (`engine/parallel/context.py`), where maximum and sum are separate
 passes."""
 LOSS_BYTES = 12.0
-"""Memory traffic per logit of softmax and loss in the forward: a 2-byte value is written and read, a 4-byte value is
-kept and read."""
+"""Memory traffic per logit of softmax and loss in the forward: a 2-byte value is written and read, and a 4-byte value
+is kept and read."""
 
 
 class FamilyWork(Protocol):

@@ -135,9 +135,10 @@ EAGER_GATE_BYTES = 4.0
 NORM_BYTES = (4.0, 6.0)
 """RMSNorm is one kernel. The forward reads x and writes the result; the backward reads dy and x, and writes dx."""
 ROTATION_BYTES = (20.0, 20.0)
-"""Forward: negate one half, concatenate, and add two products. Backward: two products, their halves, and the sum."""
+"""Rotary embedding. Forward: negate one half, concatenate, and add two products. Backward: two products, their halves,
+and the sum."""
 GATE_BYTES = (10.0, 18.0)
-"""Forward: silu and the product. Backward: two products and the gradient of silu."""
+"""SwiGLU's gate. Forward: silu and the product. Backward: two products and the gradient of silu."""
 SUM_BYTES = 6.0
 COPY_BYTES = (8.0, 14.0)
 """Traffic per element of a token's copy for one expert. Copies are gathered before and after the experts. In the

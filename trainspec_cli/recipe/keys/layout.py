@@ -145,8 +145,8 @@ class Layout:
 
     @property
     def bubble_part(self) -> float:
-        """Return how long a stage waits while the pipeline fills and drains, as a fraction of one micro-batch on all
-        other stages.
+        """Return how long a stage waits while the pipeline fills and drains, as a fraction of one micro-batch's time on
+        all other stages.
 
         1F1B and GPipe: all of it. Interleaved: divided by the number of chunks per rank (arXiv:2104.04473). ZB-H1: a
         third of it, because weight gradients fill the rest (arXiv:2401.10241), given at least one micro-batch per stage

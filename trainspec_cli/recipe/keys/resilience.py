@@ -66,7 +66,7 @@ class SitesSpec:
     """Time that an exchange with a quorum waits for late sites that are connected. A site that is late twice in a row
     is left out until it has caught up."""
     link_gbit_s: PositiveFloat | None = None
-    """Bandwidth of each site's link in each direction, for `trainspec plan`; null: exchanges are not planned."""
+    """Bandwidth of each site's link in each direction, for `trainspec plan`; null: plans ignore the exchanges."""
     link_delay_s: NonNegativeFloat = 0.05
     """One-way delay between two sites, for `trainspec plan`."""
 

@@ -139,7 +139,7 @@ class BatchScheduleSpec:
     max_global_batch_size: PositiveInt | None = None
     """seesaw, noise: the largest size; null (seesaw only): as large as the learning rate implies."""
     interval_steps: PositiveInt = 100
-    """noise: number of steps between decisions, each of which changes the size by at most one factor of `growth`."""
+    """noise: number of steps between decisions, each of which changes the size by at most a factor of `growth`."""
     smoothing_steps: PositiveInt = 100
     """noise: number of steps over which measurements are averaged (exponentially: the newest one has weight 1 /
     smoothing_steps)."""

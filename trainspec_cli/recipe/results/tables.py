@@ -43,7 +43,7 @@ class Ranking:
     gpu: str
     layouts: int
     loss: float
-    """How much slower the layout predicted to be fastest was than the actual fastest one, as a fraction of measured
+    """Slowdown of the layout predicted to be fastest relative to the actual fastest one, as a fraction of measured
     times."""
 
 

@@ -276,7 +276,8 @@ multiplications grows with it."""
 
 
 BUSY = 0.1
-"""A probe that is preempted for a larger fraction of its time measures other processes as much as the machine."""
+"""A probe that is preempted for a larger fraction of its time than this measures other processes as much as the
+machine."""
 
 
 @dataclass(frozen=True)

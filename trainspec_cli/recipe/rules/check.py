@@ -235,7 +235,7 @@ def vocabulary(spec: RunSpec) -> Iterator[Problem]:
     """Require an embedding row for every token."""
     if spec.model.unit == "samples":
         return
-    # The size is known here only for a tokenizer that has not been trained yet; others are read with the data.
+    # The size is known here only for a tokenizer that has not been trained yet; others are read later, with the data.
     wanted = spec.data.tokenizer.vocab_size
     rows = spec.model.vocab_size
     if spec.data.source not in OF_IDS and spec.data.tokenizer.is_trained and wanted > rows:
