@@ -286,7 +286,7 @@ def test_adapters_are_not_suggested_to_what_takes_none() -> None:
 
 def test_adapters_say_what_they_begin_with() -> None:
     (line,) = (line for line in advice_for(FOUR_4090) if line.startswith("lora"))
-    assert line.endswith("training adapters of an `init.from`, not all weights")
+    assert line.endswith("training adapters on an `init.from` checkpoint, not all weights")
 
 
 @pytest.mark.slow

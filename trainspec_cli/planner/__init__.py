@@ -1,1 +1,1 @@
-"""Predicts what a run will need before anything runs. It uses only arithmetic, without torch."""
+"""Before a run starts, predict what it will need. This uses only arithmetic, without torch."""

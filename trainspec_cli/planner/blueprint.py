@@ -118,8 +118,8 @@ def times_of(group: Group, operation: Operation, message_bytes: float, eff: Effi
 
 
 def best_bucket_bytes(group: Group, operation: Operation, total_bytes: float, eff: Efficiency) -> float:
-    """Return b* = sqrt(S a B), but at most all bytes. Larger buckets expose more of the last exchange, and smaller ones
-    incur the latency a more often."""
+    """Return the bucket size b* = sqrt(S a B), limited to the total size. Larger buckets expose more of the last
+    exchange, and smaller ones incur the latency a more often."""
     latency_s = min(times_of(group, operation, 1.0, eff).values())
     return min(total_bytes, math.sqrt(total_bytes * latency_s * group.ring_bytes_per_s))
 
@@ -127,8 +127,8 @@ def best_bucket_bytes(group: Group, operation: Operation, total_bytes: float, ef
 def exchanges_of(
     setup: Setup, once: MicroBatch, groups: Mapping[str, Group], fabric: Fabric, eff: Efficiency
 ) -> tuple[Exchange, ...]:
-    """Return the exchanges in a step of the rank with the most parameters, with the bytes, count and fastest algorithm
-    of each."""
+    """Return the exchanges that the rank with the most parameters performs in a step, with the bytes, count and fastest
+    algorithm of each."""
     layout = setup.layout
     found: list[Exchange] = []
 
@@ -341,7 +341,8 @@ class _Placed:
 
 
 def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint:
-    """Choose the order of the axes over the nodes with the shortest planned step, and the algorithm of each exchange.
+    """Choose the order of the axes over the nodes that gives the shortest planned step, and the algorithm of each
+    exchange.
 
     Another order replaces the usual one only if it is faster by at least a thousandth. No exchange is slower than with
     a flat ring."""
@@ -401,7 +402,7 @@ def _settings(fabric: Fabric, spec: FabricSpec) -> Iterator[Setting]:
     if not _has_nccl(fabric):
         return
     if spec.nic_wiring == "rails":
-        reason = "each NIC of a node is on a rail's own switch: rings and trees stay on their rail"
+        reason = "each NIC of a node is on its rail's switch: rings and trees stay on their rail"
         yield Setting("NCCL_CROSS_NIC", "0", reason, f"{NCCL_DOCS}, NCCL_CROSS_NIC")
     if spec.nic_wiring == "one_switch":
         reason = "all NICs of a node are on one switch, so staying on one NIC does not avoid flow collisions"
@@ -424,7 +425,7 @@ def _tuner_rows(
         limit = tree_until_bytes(group, eff)
         if limit and (nodes, group.size) not in seen:
             seen.add((nodes, group.size))
-            reason = f"planned: up to {limit:,} bytes a tree's latency is less than a ring's"
+            reason = f"planned: up to {limit:,} bytes, a tree is faster than a ring"
             yield TunerRow("allreduce", 0, limit, "tree", nodes, group.size, reason)
     if seen:
         for collective in COLLECTIVES:

@@ -1,9 +1,9 @@
 """Infer the posterior of a few parameters from a few step times: Gauss-Newton in logarithms, with a Laplace interval.
 
 The model is hierarchical. Every cluster has its own pace (`PACE`), parameters near the shipped ones, and an error
-shared by the runs of one group (a model, a run folder); the rest is noise. The prior's deviations describe how much
-clusters differ if they were not used to fit the shipped values. Even four runs are therefore useful, because they
-change only the parameters that they measure."""
+shared by the runs of one group (a model, a run folder); the rest is noise. The prior's standard deviations describe the
+spread among clusters that were not used to fit the shipped values. Even four runs are therefore useful, because they
+change only the parameters that they constrain."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 PACE = "pace"
 """Name of the factor on all step times of the cluster, regardless of what limits them."""
 NINE_IN_TEN = 1.645
-"""Number of standard deviations on either side that contain 90% of a normal distribution."""
+"""Number of standard deviations on either side of the mean that contain 90% of a normal distribution."""
 STEP = 0.02
 """Step size in a parameter's logarithm for numerical derivatives."""
 ITERATIONS = 6
 OUTLYING = 3.0
 """Errors larger than this many deviations count linearly (Huber)."""
 TAUGHT = 0.98
-"""The data has not determined a parameter whose deviation stays above this fraction of the prior's."""
+"""A parameter counts as undetermined if its posterior deviation stays above this fraction of the prior's."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Spread:
-    """Standard deviations of logarithms."""
+    """Standard deviations of the logarithms of factors and times."""
 
     parameter: float
     pace: float
@@ -184,7 +184,7 @@ CPU_SPREAD = Spread(parameter=0.3, pace=0.3, group=0.05, noise=0.05)
 """Predicted CPU steps are assumed to be off by a third because of other load; runs with the same layout differ by
 5%."""
 LEAST_SHARE = 0.02
-"""Parts that take less than this fraction of a step are noise and are not used."""
+"""Parts that take less than this fraction of a step are treated as noise and ignored."""
 LARGEST = 0.98
 
 

@@ -137,7 +137,8 @@ def plan_best(spec: RunSpec, machine: Machine | None = None) -> Candidate | None
 
 
 def find_best(search: Search, spec: RunSpec, eff: Efficiency, most: int = COUNTED) -> Candidate | None:
-    """Return the best layout that fits, or None. Only the first `most` layouts are counted tensor by tensor."""
+    """Return the best layout that fits, or None. Memory is counted tensor by tensor only for the first `most`
+    layouts."""
     found = choose_candidates(search, spec, eff, 1, most)
     return found[0] if found and found[0].fits else None
 
@@ -164,8 +165,8 @@ def choose_candidates(
 
 
 def counted(search: Search, found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
-    """Return a layout counted tensor by tensor. Results are cached, because the fastest, simplest, usual and safest
-    layout may be the same."""
+    """Return a layout whose memory is counted tensor by tensor. Results are cached, because the fastest, simplest,
+    usual and safest layout may be the same."""
     if found.setup not in search.counted:
         search.counted[found.setup] = candidate_of(found, spec, eff)
     return search.counted[found.setup]
@@ -173,12 +174,12 @@ def counted(search: Search, found: Estimated, spec: RunSpec, eff: Efficiency) ->
 
 def choose_simplest(search: Search, fastest: Candidate, spec: RunSpec, eff: Efficiency) -> Candidate:
     """Return the simplest of the layouts that are at least as likely to fit as the fastest one and about as fast
-    (predictions cannot tell them apart). Among equally simple ones, prefer few pipeline stages."""
+    (predictions cannot tell them apart). Among equally simple ones, prefer the one with the fewest pipeline stages."""
     limit_s = ABOUT * fastest.expected_step_s
     sure = min(fastest.fit_probability, SURELY)
 
     def count(found: Estimated) -> Candidate | None:
-        """Return the layout counted tensor by tensor, if it may replace the fastest one."""
+        """Return the layout with its memory counted tensor by tensor, if it may replace the fastest one."""
         candidate = counted(search, found, spec, eff)
         is_good = candidate.fits and candidate.expected_step_s <= limit_s and candidate.fit_probability >= sure
         return candidate if is_good else None
@@ -223,7 +224,7 @@ def _fitting(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def choose_safest(candidates: Sequence[Candidate], others: Iterable[Candidate]) -> Candidate | None:
     """Return the layout that is most likely to fit among those whose step takes at most 10% longer than the best one's.
-    This is the best one if it surely fits, otherwise the fastest that does. None if nothing fits."""
+    This is the best one if it is certain to fit, otherwise the fastest that is. None if nothing fits."""
     if not candidates or not candidates[0].fits:
         return None
     if candidates[0].fit_probability >= SURELY:
@@ -578,7 +579,7 @@ def other_recovery(wanted: ResilienceSpec) -> ResilienceSpec:
 
 
 ADVISED = 16
-"""Maximum number of layouts to count tensor by tensor in search of one that fits."""
+"""Maximum number of layouts whose memory is counted tensor by tensor in search of one that fits."""
 MORE_NODES = (2, 4, 8, 16, 32, 64)
 RANK = 16
 """Rank of the suggested adapters."""
@@ -598,7 +599,7 @@ QUANTISED: Change = (
     "lora.base=nf4",
     lambda spec: replace(spec, lora=replace(spec.lora, base="nf4")) if spec.lora.rank else spec,
 )
-ADAPTERS_NOTE = "training adapters of an `init.from`, not all weights"
+ADAPTERS_NOTE = "training adapters on an `init.from` checkpoint, not all weights"
 SINGLE: tuple[Change, ...] = (
     ("recompute=full", lambda spec: spec if spec.recompute == AUTO else replace(spec, recompute="full")),
     (

@@ -1,5 +1,5 @@
-"""Pipelines: how a model's layers are split into stages, and the order of each rank's passes. Contains only data and
-arithmetic.
+"""Pipelines: how a model's layers are split into stages, and the order of each rank's passes. This module contains
+only data and arithmetic.
 
 The engine executes these actions, and the planner's memory model replays them. Stages are chunks of consecutive layers,
 numbered along the model. A rank has one stage or several (interleaved, zbv)."""
@@ -189,8 +189,8 @@ class Chain:
     def walk(self, heaviest_s: float) -> Borders | None:
         """Return the split nearest to `near` whose ranks take at most `heaviest_s`, or None.
 
-        The search proceeds stage by stage, and keeps the possible borders of each stage with the nearest split up to
-        there."""
+        The search proceeds stage by stage, and keeps the possible borders of each stage, each with the nearest split of
+        the layers before it."""
         before = self.time_before
         end = self.near[-1]
         reached: dict[int, tuple[int, Borders]] = {self.near[0]: (0, (self.near[0],))}
@@ -411,8 +411,9 @@ def rank_times_s(times: LayerTimes, counts: Sequence[int], layout: Layout, speed
 def _cut_alike(problem: CutProblem, even: Borders) -> Counts | None:
     """Return the exact split for equal layers, with any number of stages per rank: only the numbers of layers matter.
 
-    Moves a layer from the heaviest rank to the rank that would be lightest with it, as long as that rank stays lighter
-    than the heaviest. If a lighter split exists, it gives some rank more layers than now, so that rank can take one."""
+    It moves a layer from the heaviest rank to the rank that would be lightest with it, as long as that rank stays
+    lighter than the heaviest. If a lighter split exists, it gives some rank more layers than now, so that rank can take
+    one."""
     stages = [end - start for start, end in pairwise(even)]
     rank_of = problem.rank_of_stage
     layer_s = problem.time_before[-1] / even[-1]
@@ -699,7 +700,7 @@ def _fill_bubbles(stages: tuple[tuple[int, ...], ...], micro_batches: int) -> tu
 
     `stages`: the stages of each rank. In each tick, a rank computes an input gradient that others are waiting for,
     otherwise a forward, otherwise a weight pass. The number of micro-batches in flight on its first chunk is at most
-    the number of ranks, so it needs no more memory than the fullest stage of 1F1B.
+    the number of ranks, so it needs no more memory than the most memory-intensive stage of 1F1B.
     """
     num_stages = sum(map(len, stages))
     forwards = [0] * num_stages  # number of micro-batches that have finished the pass, per stage

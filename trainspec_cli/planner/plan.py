@@ -212,7 +212,7 @@ def resolve_layout(wanted: LayoutSpec, world_size: int, name: str = "the layout"
         context_method=wanted.context_method,
     )
     if layout.world_size != world_size:
-        message = f"{name}, {layout.describe()}, takes {layout.world_size} processes, the cluster has {world_size}"
+        message = f"{name}, {layout.describe()}, takes {layout.world_size} processes, but the cluster has {world_size}"
         hint = f"make the axes' product {world_size}, or leave one of them auto"
         raise RecipeError(Problem("not_divisible", message, "layout", hint))
     return layout
@@ -240,8 +240,8 @@ def _divide(total: int, part: int, path: str, what: str) -> int:
     if total % part:
         divisors = [n for n in range(1, total + 1) if total % n == 0]
         near = sorted(divisors, key=lambda n: abs(n - part))[:3]
-        message = f"{total} does not divide by {part} ({what})"
-        hint = f"near sizes that divide {total}: {', '.join(map(str, sorted(near)))}"
+        message = f"{total} is not divisible by {part} ({what})"
+        hint = f"nearby sizes that divide {total}: {', '.join(map(str, sorted(near)))}"
         raise RecipeError(Problem("not_divisible", message, path, hint))
     return total // part
 
@@ -292,7 +292,7 @@ def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
     best = min([full, *others], key=lambda found: found[0])
     if best[1] == full[1]:
         least_s = min(seconds for seconds, _ in others)
-        reason = f"encoding takes more time than it saves: {format_duration(least_s)} per step at least, predicted,"
+        reason = f"encoding takes more time than it saves: at least {format_duration(least_s)} per step predicted,"
         return replace(full[1], reason=f"{reason} against {format_duration(full[0])}")
-    reason = f"{format_duration(best[0])} per step predicted, against {format_duration(full[0])} in full"
+    reason = f"{format_duration(best[0])} per step predicted, against {format_duration(full[0])} uncompressed"
     return replace(best[1], reason=reason)

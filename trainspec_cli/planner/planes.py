@@ -92,9 +92,9 @@ class Failure:
     for_s: float
     plane: int = 0
     nic: int = 0
-    """Number of the NIC for a port or transceiver, which also determines the T0 switch."""
+    """Index of the NIC with the port or transceiver, which also determines the T0 switch."""
     t0: int = 0
-    """Number of the failed T0 switch, or of the failed link's T0 switch."""
+    """Index of the failed T0 switch, or of the failed link's T0 switch."""
 
 
 class SprayedFabric:
@@ -180,8 +180,8 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
     A path's losses are recognised as a failure after `DETECT_S`; data lost until then is retransmitted. The paths
     through a repaired part are used after the next probe."""
     fabric = SprayedFabric(spec, nics)
-    # Paths (of all queue pairs together) that lost a packet, or whose port the NIC knows to be down. They are not used
-    # until a probe is answered (arXiv:2606.18170).
+    # Paths (of all queue pairs together) that lost a packet, or whose port is known by the NIC to be down. They are not
+    # used until a probe is answered (arXiv:2606.18170).
     paths = round(nics * fabric.paths_per_plane * spec.planes)
     bad = 0
     now_s = 0.0
@@ -264,7 +264,7 @@ def plan_planes(cluster: ClusterSpec, nics: int) -> PlanesPlan | None:
     if dips_s:  # one month, or less if that is enough for `MOST_FLAPS` flaps
         hours = min(MONTH_HOURS, MOST_FLAPS / (dips_s * 3600))
         flaps = flaps_by_chance(spec, nics, dips_s * 3600, hours, seed=0)
-        name = f"{hours / 24:.3g} days, in which {len(flaps):,} ports flap by chance"
+        name = f"{hours / 24:.3g} days, in which {len(flaps):,} ports flap at random"
         events.append(simulate(spec, nics, flaps, name))
     return PlanesPlan(
         nics=nics,
@@ -278,7 +278,7 @@ def plan_planes(cluster: ClusterSpec, nics: int) -> PlanesPlan | None:
 
 
 def _events(spec: PlanesSpec, nics: int) -> Iterator[SprayedEvent]:
-    """Yield one failure of each part, and a flap of four ports at once, two of them on the same NIC."""
+    """Yield one failure of each kind of part, and a flap of four ports at once, two of them on the same NIC."""
     down_s = spec.flap_s
     other = min(nics - 1, nics // 2)
     planes = range(spec.planes)

@@ -227,7 +227,7 @@ def matrix_share(model: TextModel) -> float:
 def newton_schulz_flops(model: TextModel) -> tuple[float, float]:
     """Return the FLOPs of orthogonalising each matrix once: (matrices of all layers without experts, all experts).
 
-    For A rows of B values, with A <= B, an iteration computes X X^T and its product with X (2 A^2 B each), and the
+    For A rows of B values, with A <= B, an iteration computes X X^T and its matmul with X (2 A^2 B each), and the
     square of X X^T (2 A^3): muon (arXiv:2502.16982, section 2.1).
     """
     dense = experts = 0.0

@@ -31,8 +31,9 @@ DEPARTURES = (
 
 
 def is_predictable(plan: Plan) -> bool:
-    """Return whether a probe can predict the plan: a llama on the CPU, fully trained, with eager blocks, without
-    recomputation and with data parallelism only. A llama differs from the plain decoder only in sizes and positions."""
+    """Return whether a probe can predict the plan: a llama on the CPU, with all parameters trained, eager blocks, no
+    recomputation, and only data parallelism. A llama differs from the plain decoder only in its sizes and position
+    embeddings."""
     layout = plan.layout
     model = plan.spec.model
     whole = (layout.cp, layout.tp, layout.pp, layout.ep) == (1, 1, 1, 1)
@@ -384,8 +385,8 @@ def tensor_bytes(plan: Plan) -> dict[str, float]:
 
 
 def copy_bytes(plan: Plan) -> float:
-    """Return the bytes of the state's copy while a checkpoint is written. Ranks divide the part that all of them have.
-    In host memory, there are two copies."""
+    """Return the bytes of the state's copy while a checkpoint is written. Ranks divide among themselves the part that
+    all of them have. In host memory, there are two copies."""
     checkpoint = plan.spec.checkpoint
     moments = moment_bytes(plan.spec.model, plan.spec.optim.kept_state, plan.spec.lora)
     held = (4 + moments) * plan.params / plan.world_size

@@ -1,6 +1,6 @@
 """Find what bounds a plan's step, and predict the step after one change, such as faster links or another layout.
 
-Predictions for GPUs use the catalogue, those for a CPU use a probe. Results are fractions and factors to apply to a
+Predictions for GPUs use the catalogue, and those for a CPU use a probe. Results are fractions and factors to apply to a
 measured step."""
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def _planned_parts(setup: Setup, eff: Efficiency) -> dict[str, float]:
 
 
 RATES = ("_tflops", "_tb_per_s", "_exponentials_per_s", "tdp_w")
-"""Suffixes of the accelerator values to double: the rates, and the power, so that the clock does not drop."""
+"""Suffixes of the accelerator keys whose values are doubled: the rates, and the power, so that the clock does not
+drop."""
 
 
 def _half(seconds: float | None) -> float | None:
@@ -153,8 +154,8 @@ def _on_cpu(plan: Plan, machine: Machine, probe: MachineProbe, *, may_change: bo
         changes.append(PlannedChange(_describe_change(plan, other), factors))
     disturbed = ", which other programs slowed" if probe.is_disturbed else ""
     basis = f"the breakdown and the suggestions are based on the probe of this machine{disturbed}"
-    # What bounds passes and optimizer is found from the time saved without matrix multiplications and attention, and
-    # from the time saved without operations that move memory. The rest is call overhead.
+    # Find what bounds passes and optimizer from the time saved without matrix multiplications and attention, and from
+    # the time saved without operations that move memory. The rest is call overhead.
     no_products = replace(
         probe,
         matmul=MatmulCurves(NOTHING, NOTHING, NOTHING),

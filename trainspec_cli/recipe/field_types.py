@@ -85,7 +85,7 @@ _NAMES_BY_LARGEST = {
 }
 LARGEST_OF = {name: largest for largest, names in _NAMES_BY_LARGEST.items() for name in names}
 """Last word of a key -> its largest value, which is far beyond any real run, yet small enough that loops over it
-end."""
+terminate."""
 
 
 def largest_of(path: str, value: int | float) -> int | float:

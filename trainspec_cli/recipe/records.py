@@ -185,7 +185,7 @@ def _kind_of(annotation: Any) -> ValueKind:
             lambda value: {key: one.read(inner) for key, inner in _exactly(dict, value).items()},
         )
     if origin is typing.Literal:
-        # Files from a newer version must stay readable, even if they contain words that this version does not know.
+        # Files from a newer version must stay readable, even if they contain words that are unknown to this version.
         return PLAIN[str]
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return ValueKind("an object", lambda value: read_record(annotation, _exactly(dict, value)))
@@ -339,7 +339,8 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
         code = "wrong_choice" if _only_choices(wanted) else "wrong_type"
         # The draft continues with UNKNOWN, so that a single check also reports the mistakes in all other keys.
         return UNKNOWN, [Problem(code=code, path=path, message=message, hint=_hint(wanted, value, path))]
-    # Never check rules with numbers that are too large, alone or in a list, because loops over them would not end.
+    # Never check rules with numbers that are too large, alone or in a list, because loops over them would never
+    # terminate.
     for number in converted if isinstance(converted, tuple) else (converted,):
         if isinstance(number, (int, float)) and abs(number) > (most := largest_of(path, number)):
             message = f"`{path}` is {show_value(number)}; at most {most:,} is allowed"

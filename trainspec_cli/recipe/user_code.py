@@ -523,10 +523,10 @@ def _import(extension: Extension, source: Source) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, source.file)
     assert spec is not None and spec.loader is not None, "a Python file has a loader"
-    # This comes before the file runs, because its imports come first.
+    # Neighbours are registered before the file runs, because its imports are resolved then.
     NEIGHBOURS.add(extension, source.file)
     module = importlib.util.module_from_spec(spec)
-    # This comes before the file runs, because its dataclasses and pickles look up their module there.
+    # The module is registered before the file runs, because its dataclasses and pickles look it up there.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -46,7 +46,7 @@ def test_links_of_no_known_speed_are_asked_for_where_devices_share_them() -> Non
         describe_fabric(bare, None)
     [problem] = raised.value.problems
     assert (problem.path, problem.code) == ("cluster.accelerator.link_gb_per_s", "missing_value")
-    assert problem.hint.startswith("set cluster.accelerator.link_gb_per_s=<GB/s of a device, one direction>")
+    assert problem.hint.startswith("set cluster.accelerator.link_gb_per_s=<GB/s per device, in one direction>")
     for stated in ({"link_gb_per_s": 7.0}, {"devices_per_node": 1}, {"scaleup_devices": 1}):
         assert describe_fabric(replace(bare, **stated), None).link_gb_per_s == stated.get("link_gb_per_s", 0.0)
 

@@ -90,7 +90,7 @@ def test_every_layout_of_four_devices_and_no_other() -> None:
     [
         ({"layout": LayoutSpec(tp=3)}, "tp does not divide the heads"),
         ({"layout": LayoutSpec(cp=4), "data": DataSpec(seq_len=1022, source="tokens")},
-         "the sequence does not divide by cp"),
+         "the sequence is not divisible by cp"),
         ({"layout": LayoutSpec(pp=3)}, "the axes' product is not the number of devices"),
         ({"batching": BatchingSpec(3), "layout": LayoutSpec(tp=AUTO)}, "a data-parallel rank would get no samples"),
         ({"layout": LayoutSpec(pp=16)}, "more pipeline stages than layers"),
@@ -150,7 +150,7 @@ def test_fewer_samples_than_micro_batches_of_a_turn_are_interleaved_only_where_i
     layouts, space = found_in(4, layout=wanted, batching=BatchingSpec(3))
     assert {layout.pipeline_schedule for layout, _, _ in layouts} == {"1f1b"}
     few = (
-        "fewer samples per rank than micro-batches of a turn",
+        "fewer samples per rank than micro-batches that the schedule needs",
         "a zero-bubble schedule needs one micro-batch per stage",
     )
     assert set(space.refused) == set(few)

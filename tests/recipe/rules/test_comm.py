@@ -79,7 +79,7 @@ def test_formats_need_an_exchange_that_they_are_for(
         ({"bucket_bytes": 8}, Layout(dp_shard=2), "cpu", ""),
         ({"bucket_bytes": 8}, Layout(dp_replicate=2), "cpu", ""),
         ({"bucket_bytes": 8, "parameters": "int8"}, Layout(dp_shard=2), "cpu", ""),
-        ({"bucket_bytes": 8}, Layout(dp_shard=2), "cuda", "on GPUs FSDP2 sums the gradients of each block"),
+        ({"bucket_bytes": 8}, Layout(dp_shard=2), "cuda", "on GPUs, FSDP2 sums the gradients of each block"),
         ({"bucket_bytes": 8}, Layout(tp=2), "cpu", "in this layout (tp=2) no ranks sum gradients"),
         ({"bucket_bytes": 8, "gradients": "int8"}, Layout(dp_shard=2), "cpu", "block by block"),
         ({"bucket_bytes": 8, "across_nodes": "int4"}, Layout(dp_shard=2), "cpu", "block by block"),

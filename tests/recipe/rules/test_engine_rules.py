@@ -133,7 +133,7 @@ def test_text_and_images_are_not_mixed_up(told):
     ((path, message),) = told(RESNET, {"source": "python_stdlib"})
     assert (path, message[:26]) == ("data.source", "data=python_stdlib is text")
     ((path, message),) = told(None)
-    assert (path, message) == ("data.source", "data=phantom has no tokens, which a decoder model reads")
+    assert (path, message) == ("data.source", "data=phantom has no tokens, which a decoder model needs")
     ((path, _),) = told(RESNET, {"seq_len": 64})
     assert path == "data.seq_len"
 

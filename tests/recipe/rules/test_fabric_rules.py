@@ -63,7 +63,7 @@ def test_a_size_that_fits_is_named(make_spec: Callable[..., RunSpec]) -> None:
         (
             {"planes": 3, "nic_gbit_per_s": 800, "switch_tbit_per_s": 51.3},
             "planes",
-            "a switch of 51.3 Tbit/s would have 192.375 ports of 266.667 Gbit/s; expected a whole, even number",
+            "a switch of 51.3 Tbit/s would have 192.375 ports of 266.667 Gbit/s; expected an even whole number",
         ),
         (
             {"planes": 1, "nic_gbit_per_s": 800, "switch_tbit_per_s": 6.4},

@@ -16,13 +16,13 @@ NF4 = {"lora.rank": 4, "lora.base": "nf4"}
     [
         ({"lora.rank": 4, "layout.pp": 2, "layout.pipeline_schedule": "zbv"}, "layout.pipeline_schedule", "adapters"),
         ({"lora.rank": 4, "lora.targets": []}, "lora.targets", "`lora.targets` is []"),
-        ({"lora.base": "nf4"}, "lora.base", "trained weights are stored in full"),
+        ({"lora.base": "nf4"}, "lora.base", "trained weights are not quantised"),
         (NF4 | {"offload": "optimizer"}, "offload", "4-bit ones stay on the device"),
         (NF4 | {"model.experts": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 64}}, "lora.base", "routed experts"),
         (NF4 | {"model.mla": {"kv_lora_rank": 8}}, "lora.base", "latent attention"),
-        (NF4 | {"model.ffn_size": 129}, "lora.base", "rows of 129 (`model.ffn_size`) do not divide by 2"),
-        (NF4 | {"layout.tp": 2, "model.ffn_size": 192}, "layout.tp", "(`model.ffn_size`) do not divide into 2"),
-        ({"data.document_masks": True, "model.learned_positions": 64}, "data.document_masks", "rotary positions"),
+        (NF4 | {"model.ffn_size": 129}, "lora.base", "rows of 129 (`model.ffn_size`) are not divisible by 2"),
+        (NF4 | {"layout.tp": 2, "model.ffn_size": 192}, "layout.tp", "(`model.ffn_size`) do not split into 2"),
+        ({"data.document_masks": True, "model.learned_positions": 64}, "data.document_masks", "rotary embeddings"),
         ({"data.document_masks": True, "layout.cp": 2}, "layout.cp", "document masks"),
         ({"layout.cp": 2, "model.attention_sinks": True}, "layout.context_method", "`model.attention_sinks`"),
         ({"layout.cp": 2, "model.mla": {"kv_lora_rank": 8}}, "layout.context_method", "`model.mla`"),
@@ -43,8 +43,8 @@ def test_adapters_and_documents_are_for_decoders_alone(make_spec, family):
     plain = to_plain(make_spec({"lora.rank": 4, "data.document_masks": True})) | {"model": models[family]}
     spec, _ = build(RunSpec, plain)
     found = {problem.path: problem.message for problem in check_engine(spec)}
-    assert found["lora.rank"] == f"adapters are for decoders; `model.family` is {family}"
-    assert "rotary positions" in found["data.document_masks"]
+    assert found["lora.rank"] == f"only decoders can have adapters; `model.family` is {family}"
+    assert "rotary embeddings" in found["data.document_masks"]
 
 
 LONGER = {"layout.pp": 2, "model.num_layers": 4}

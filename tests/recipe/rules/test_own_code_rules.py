@@ -67,7 +67,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {"lora.rank": 4}, "lora.rank", "set lora.rank=0"),
         ({}, {"precision.matmul": "fp8"}, "precision.matmul", "set precision.matmul=compute"),
         ({}, {"optim.name": "muon"}, "optim.name", "set optim.name=adamw or optim.name=sgd"),
-        ({}, {"data.document_masks": True}, "data.document_masks", "choose a decoder with rotary positions"),
+        ({}, {"data.document_masks": True}, "data.document_masks", "choose a decoder with rotary embeddings"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_to_type(

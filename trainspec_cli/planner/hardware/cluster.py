@@ -218,7 +218,7 @@ def axis_groups(layout: Layout, fabric: Fabric, eff: Efficiency) -> dict[str, Gr
 # Duration of a collective: latency, plus bytes divided by the slower of two rates, that of the fast links and that of
 # the network (alpha-beta model).
 #
-# Hockney's model with ring volumes, as in Thakur et al. 2005; each rank's network card in a node carries one ring.
+# Hockney's model with ring volumes, as in Thakur et al. 2005; each rank's NIC in a node carries one ring.
 # Error relative to measured NCCL curves: about 20% from 1 MB up, more below.
 
 
@@ -237,7 +237,7 @@ def all_gather_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
         return 0.0
     if group.speaks_gloo:
         # Each step of gloo's ring waits for the slowest hop. A rank's part is sent in two segments, each after the
-        # receiver's ready signal, which overlaps with the other segment; with two ranks the signal queues behind the
+        # receiver's ready signal, which overlaps with the other segment; with two ranks, the signal queues behind the
         # data on the same connection.
         hop_s = _slowest_hop_s(group, eff)
         steps = group.size - 1
@@ -286,8 +286,8 @@ def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) 
 
 
 def _tier_times_s(group: Group, sent_bytes: float, copies: int, link_efficiency: float = 1.0) -> tuple[float, ...]:
-    """Return the transfer times in seconds, without latency: inside the domain, over the network cards, and over each
-    outer tier."""
+    """Return the transfer times in seconds, without latency: inside the domain, over the NICs, and over each outer
+    tier."""
     inside = sent_bytes * (group.per_domain - 1) / group.size / (group.link_bytes_per_s * link_efficiency)
     outside = _crossing_bytes(group, sent_bytes, copies, group.per_domain) / group.nic_bytes_per_s
     beyond = (_crossing_bytes(group, sent_bytes, copies, tier.ranks) / tier.bytes_per_s for tier in group.outer)
@@ -305,8 +305,8 @@ def _crossing_bytes(group: Group, sent_bytes: float, copies: int, ranks: int) ->
 
 
 def send_s(group: Group, message_bytes: float, eff: Efficiency) -> float:
-    """Return the time in seconds to send `message_bytes` to a neighbour on the axis. It counts the slowest tier between
-    any two neighbours, because all others wait for them."""
+    """Return the time in seconds to send `message_bytes` to a neighbour on the axis. The slowest tier between any two
+    neighbours determines it, because all others wait for them."""
     if group.size <= 1:
         return 0.0
     near = group.link_bytes_per_s
@@ -336,12 +336,12 @@ NVIDIA_FLOPS = {
     (12, 0): 512,
     (12, 1): 512,
 }
-"""Compute capability -> FLOPs of dense half-precision matrix products with fp32 accumulation, per multiprocessor and
-clock (architecture papers). GeForce cards of the Turing, Ampere, Ada and Blackwell generations have half the rate of
+"""Compute capability -> FLOPs of dense half-precision matmuls with fp32 accumulation, per multiprocessor and clock
+cycle (architecture papers). GeForce cards of the Turing, Ampere, Ada and Blackwell generations have half the rate of
 their workstation siblings; the table lists the lower rate."""
 AMD_FLOPS = {(9, 0x08): 512, (9, 0x0A): 1024, (9, 0x42): 2048, (9, 0x50): 4096, (11, 0): 512, (12, 0): 1024}
-"""gfx target -> the same FLOPs per compute unit and clock (data sheets of MI100, MI250X, MI300X, MI355X, RX 7900 XTX,
-RX 9070 XT)."""
+"""gfx target -> the same FLOPs per compute unit and clock cycle (data sheets of MI100, MI250X, MI300X, MI355X, RX 7900
+XTX, RX 9070 XT)."""
 FP32_FLOPS = 128
 """The same FLOPs for fp32 without matrix units: 64 lanes with two operations each, the lowest of any supported
 generation."""
@@ -360,7 +360,7 @@ ALIKE = 0.85
 of the same name, or a slice (MIG). An AMD GPU with less than this fraction of the memory is one die of a board
 (MI250X), or a partition."""
 RATES = ("_tflops", "_tb_per_s", "cache_mb", "tdp_w")
-"""Suffixes of accelerator values that scale with the size of a partition of the chip."""
+"""Suffixes of the accelerator keys whose values scale with the size of a partition of the chip."""
 
 
 @lru_cache(maxsize=32)
@@ -494,7 +494,7 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
     if joined > 1 and fabric.link_gb_per_s <= 0:
         path = "cluster.accelerator.link_gb_per_s"
         message = f"`{path}` of {fabric.chip.name} has no value, and {joined} devices exchange data over these links"
-        hint = f"set {path}=<GB/s of a device, one direction>: 63 on PCIe 5 x16, 450 on an H100's NVLink"
+        hint = f"set {path}=<GB/s per device, in one direction>: 63 on PCIe 5 x16, 450 on an H100's NVLink"
         raise RecipeError(Problem("missing_value", message, path, hint))
     return fabric
 

@@ -38,7 +38,8 @@ class Efficiency:
     Fractions refer to the chip's sustained matmul rate, its memory bandwidth or a link's bandwidth."""
 
     matmul: float = 0.937
-    """Matmul rate in training as a fraction of the best measured one, which has higher clocks and warm caches."""
+    """Matmul rate in training as a fraction of the best measured one, which benefits from higher clocks and warm
+    caches."""
     matmul_fp8: float = 0.913
     matmul_fp4: float = 0.674
     gemm_memory: float = 0.472
@@ -48,14 +49,14 @@ class Efficiency:
     tail_waves: float = 0.466
     """Fraction of a wave of tiles that is idle at the end of a matrix multiplication."""
     misalignment: float = 0.36
-    """Rate lost each time the largest power of two that divides a matrix dimension halves below 64 (tensor-core
-    tiles)."""
+    """Fraction of the rate lost for each halving, below 64, of the largest power of two that divides a matrix dimension
+    (tensor-core tiles)."""
     attention_forward: float = 0.694
     """Rate of fused attention relative to the sustained bf16 matmul rate."""
     attention_backward: float = 0.605
     attention_older: float = 0.626
-    """The same for attention kernels written for the previous chip generation (without Hopper or later
-    instructions)."""
+    """Rate of attention kernels written for the previous chip generation (without Hopper or later instructions),
+    relative to the same matmul rate."""
     exponentials: float = 0.497
     """Fraction of attention's exponentials that its matrix multiplications do not hide."""
     memory: float = 0.877
@@ -65,7 +66,7 @@ class Efficiency:
     elementwise: float = 1.11
     """Actual number of passes over memory, relative to the number counted for lightly fused kernels."""
     elementwise_eager: float = 1.48
-    """The same if every operation is a separate kernel."""
+    """The same ratio if every operation is a separate kernel."""
     issue: float = 1.06
     """Number of passes through the load and store units, per pass of an element-wise kernel, that memory traffic does
     not hide."""
@@ -88,14 +89,14 @@ class Efficiency:
     cp_overlap: float = 0.721
     ep_overlap: float = 0.328
     ep_overlap_network: float = 0.503
-    """The same for traffic to experts on other nodes, if the schedule overlaps it."""
+    """Hidden fraction of the traffic to experts on other nodes, if the schedule overlaps it."""
     dp_overlap: float = 0.8
     """Fraction of the backward (or forward) that can hide data-parallel traffic."""
     pp_overlap: float = 0.471
     contention: float = 0.226
     """Slowdown of computation by concurrent traffic, as a fraction of the traffic's time."""
     expert_imbalance: float = 0.201
-    """Load of the fullest expert relative to the mean, minus one."""
+    """Load of the busiest expert relative to the mean, minus one."""
     experts_ungrouped: float = 1.39
     """Time of an expert layer with 16 experts per rank that run one after another, relative to a grouped kernel."""
     jitter: float = 0.0103
@@ -105,7 +106,7 @@ class Efficiency:
     step_s: float = 0.02
     """Host work between steps: clipping, logging, and receiving data from the loader."""
     step_graphed_s: float = 0.00441
-    """The same if kernel launches are replayed from a graph."""
+    """Host work between steps if kernel launches are replayed from a graph."""
     bubble: float = 0.898
     """Pipeline bubble relative to the ideal."""
     conv: float = 0.886

@@ -55,7 +55,8 @@ RECOMPUTE_FRAGMENTATION = 0.17
 """Additional fragmentation with recomputation, because its blocks differ in size from those of the first forwards: 22%
 of all memory in such traces, and 25% of activations in published tables of runs with full recomputation."""
 STATES_FRAGMENTATION = 0.04
-"""The same for parameters, gradients and optimizer states, which are allocated once and rounded up to full blocks."""
+"""Fragmentation of parameters, gradients and optimizer states, which are allocated once and rounded up to full
+blocks."""
 GROWN_FRAGMENTATION = 0.02
 """Fragmentation with expandable segments, as a fraction of all tensors: neighbouring holes merge, and no segment is
 rounded up. It is the mean over traces of the engine's steps above 1 GiB, using the same rules."""
@@ -64,7 +65,7 @@ GROWN_RECOMPUTE_FRAGMENTATION = 0.05
 LOGIT_BYTES = 10.0
 """Bytes per logit: 2 in the compute format, 4 in the loss, 4 for its gradient before it is cast back."""
 LOGIT_BYTES_EAGER = 12.0
-"""The same, plus 2 for the gradient after the cast back."""
+"""Bytes per logit including the gradient after the cast back, which takes another 2."""
 REUSE = 0.5
 """Fraction of the memory freed by the backward that the optimizer's temporaries can reuse."""
 RESERVE = 0.06
@@ -247,8 +248,8 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory) -> M
     gathered = gathered_bytes(layer, layers, outside, setup)
 
     # Activations kept for the micro-batches in flight, and one layer's temporaries (after the logits are freed).
-    # Megatron frees activations after sending them; others keep them until their gradient arrives, one part per
-    # tensor-parallel rank.
+    # Megatron frees activations after sending them; in others, each tensor-parallel rank keeps a part of them until
+    # their gradient arrives.
     logits = layer.logits_bytes if last else 0.0
     held = in_flight(setup, stage)
     sent = layer.output_bytes / layout.tp if layout.pp > 1 and not software.fused_kernels else 0.0
@@ -358,7 +359,7 @@ def estimate_memory(setup: Setup) -> tuple[MemoryBreakdown, ...]:
     return tuple(stage_memory(setup, stage, count, layer) for stage, count in enumerate(counts))
 
 
-# The prediction, which is counted if the engine supports the run, and otherwise estimated.
+# The prediction: a count if the engine supports the run, otherwise an estimate.
 
 
 def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
@@ -432,8 +433,8 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
         return None
     micro_batches = setup.grad_accum
     if layout.pp > 1 and layout.pipeline_schedule != "gpipe":
-        # A full pipeline repeats itself: more micro-batches than twice the number of stages need the same memory,
-        # within 0.03%.
+        # A full pipeline repeats itself: beyond twice as many micro-batches as stages, memory stays the same within
+        # 0.03%.
         micro_batches = min(micro_batches, 2 * layout.num_stages)
     return EngineRun(
         model=setup.model,

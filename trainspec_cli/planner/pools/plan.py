@@ -152,7 +152,7 @@ class PoolSearch:
         return fit_probability(self._part(placed), 1.0)
 
     def _part(self, placed: Placed) -> float:
-        """Return the ratio of peak memory to the limit in the fullest pool."""
+        """Return the ratio of peak memory to the limit in the pool where it is highest."""
         pool = placed.fullest_pool(self.pools)
         return placed.peak_bytes(pool) / self.pools[pool].limit_bytes
 
@@ -175,7 +175,7 @@ class PoolSearch:
         for *_, unit in sorted(units):  # the most promising ones come first, so that others can be dropped early
             for name in names:
                 if self._try(self._setups(unit, name), unit.placement, name, keep):
-                    break  # if a layout surely fits, a heavier recomputation would only be slower
+                    break  # if a layout is certain to fit, a heavier recomputation would only be slower
         self.refused.update(space.refused)
 
     def _setups(self, unit: _Unit, name: str) -> Setups:
@@ -193,8 +193,8 @@ class PoolSearch:
         )
 
     def _try(self, setups: Setups, placement: Placement, name: str, keep: int) -> bool:
-        """Try one kind of recomputation. Return whether heavier ones are pointless, because this one surely fits or is
-        already too slow."""
+        """Try one kind of recomputation. Return whether heavier ones are pointless, because this one is certain to fit
+        or is already too slow."""
         self.considered += 1
         best = self._best[bool(placement.order)]
         worst_s = -best[0][0] if len(best) == keep else float("inf")
@@ -322,7 +322,7 @@ def _candidate(placed: Placed, search: PoolSearch) -> Candidate:
     setup = replace(placed.setups[0], layout=step.layout, grad_accum=step.micro_batches)
     fullest = placed.fullest_pool(pools)
     peaks = [pool.devices * peak_flops_per_s(pool.fabric.chip, setup.matmul) for pool in pools]
-    # If every pool has every stage, use each stage's memory on the fullest pool.
+    # If every pool has every stage, use each stage's memory on the pool that is closest to its limit.
     memory = placed.memory[fullest]
     if placed.placement.order:
         of_pool = [iter(stages) for stages in placed.memory]
@@ -455,7 +455,7 @@ def _verdict(choices: Sequence[PoolChoice], pools: int) -> str:
 
 
 def _gains(fewer: Sequence[PoolChoice], whole: PoolChoice, figure: str) -> tuple[PoolChoice, float] | None:
-    """Return the choice of fewer pools that is best by `figure`, and its improvement ratio over all pools; None if
+    """Return the best choice of fewer pools according to `figure`, and its improvement ratio over all pools; None if
     unknown."""
     of_all = getattr(whole, figure)
     known = [(choice, getattr(choice, figure)) for choice in fewer]

@@ -237,8 +237,8 @@ class Stopwatch:
         return timed(setups, placement, groups, samples)
 
     def bound_s(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """Return a lower bound on the step time over all layer splits. It counts waits only while pipelines fill and
-        drain, and only exchanges within a micro-batch."""
+        """Return a lower bound on the step time over all layer splits. It includes waiting only while pipelines fill
+        and drain and, of the exchanges, only those within a micro-batch."""
         least = self._least_through_pools if placement.order else self._least_over_pools
         return least(setups, placement, samples) * (1 + waiting_share(setups[0], self._eff))
 

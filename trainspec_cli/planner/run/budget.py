@@ -1,7 +1,7 @@
 """Budget a portfolio of runs over several years as cash flow: purchased machines, and three ways to rent.
 
-Runs follow each other without gaps, except for the gaps that `utilisation` allows. Prices are constant, and there is no
-interest."""
+Runs follow each other without gaps, except for the gaps that `utilisation` allows. Prices are constant, and interest is
+ignored."""
 
 from __future__ import annotations
 

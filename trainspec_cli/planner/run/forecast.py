@@ -80,7 +80,8 @@ MEMORY_KNOWN_WITHIN = 1.1
 """Uncertainty factor of a peak that is counted tensor by tensor. Traces of the engine's steps are within 2%; 6% is
 added for the spread between identical runs."""
 MEMORY_ELSEWHERE_WITHIN = 1.3
-"""The same for other frameworks: 90% of 26 nanotron peaks, which were not used for the fit, are within x1.31."""
+"""Uncertainty factor of a peak for other frameworks: 90% of 26 nanotron peaks, which were not used for the fit, are
+within x1.31."""
 STORAGE_SOURCE = "a node, to checkpoint storage; BLOOM wrote 2.3 TB in 40 s from 48 nodes (stas00/ml-engineering)"
 
 
@@ -139,8 +140,8 @@ def forecast_run(
 
 
 def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[ResilienceSpec, ...]:
-    """Return the run's recovery mode, followed by the alternatives. With a single replica group, or with one of several
-    runs, only a restart is possible."""
+    """Return the run's recovery mode, followed by the alternatives. With a single replica group, or if this is one of
+    several runs, only a restart is possible."""
     if replica_groups == 1 or wanted.is_one_of_several:
         return (replace(wanted, mode="restart"),)
     return wanted, other_recovery(wanted)
@@ -248,7 +249,7 @@ def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:
         best = useful.checkpoint_interval_steps
         notes.append(f"checkpoint.interval_steps is null; this assumes {best}, the best interval")
     if spec.resilience.mode == "elastic" and candidate.layout.dp_replicate == 1:
-        notes.append("resilience.mode=elastic needs layout.dp_replicate above 1: one group alone restarts")
+        notes.append("resilience.mode=elastic needs layout.dp_replicate above 1: a single group can only restart")
     if spec.batching.schedule.kind == "noise":
         largest = spec.batching.schedule.max_global_batch_size
         notes.append(
@@ -418,11 +419,11 @@ class Occupation:
     """Fractions of a device's wall time, which sum to 1."""
 
     busy: float
-    """Fraction of the time when it computes."""
+    """Fraction of the time spent computing."""
     waiting: float
-    """Fraction of the time when it waits for a collective, a pipeline stage, data or a checkpoint."""
+    """Fraction of the time spent waiting for a collective, a pipeline stage, data or a checkpoint."""
     idle: float
-    """Fraction of the time when the job is down."""
+    """Fraction of the time during which the job is down."""
 
 
 def operation_usd_per_year(device_price_usd: float, cost: CostSpec) -> float:

@@ -25,7 +25,7 @@ from trainspec_cli.run.recovery import recovery, reliability, run_state
 MAX_FAILURES = 1000
 """A simulation stops after this many failures, when its goodput is known to within one percent."""
 ENOUGH_OF_MANY = 300
-"""The same for one of many simulations. Fewer failures suffice, because the failure rates are more uncertain than the
+"""The limit for each of many simulations. Fewer failures suffice, because the failure rates are more uncertain than the
 cost of a failure."""
 NORMAL_90 = 1.645
 """Number of standard deviations on either side of the mean that contain 90% of a normal distribution."""
@@ -81,9 +81,9 @@ def simulate(
 def simulate_many(
     job: SimulatedJob, cluster: ReliabilitySpec, resilience: ResilienceSpec, seeds: int
 ) -> list[SimulatedRun]:
-    """Simulate runs that differ by chance and in uncertain inputs: each run draws its rates within `known_within`.
-    Returns the runs sorted by goodput, worst first. Every job uses the same seeds and thus the same draws, so that jobs
-    are comparable."""
+    """Simulate runs that differ in random events and in uncertain inputs: each run draws its rates within
+    `known_within`. Returns the runs sorted by goodput, worst first. Every job uses the same seeds and thus the same
+    draws, so that jobs are comparable."""
     rates = [draw(cluster, random.Random(f"inputs {seed}")) for seed in range(seeds)]
     runs = [simulate(job, drawn, resilience, seed, max_failures=ENOUGH_OF_MANY) for seed, drawn in enumerate(rates)]
     return sorted(runs, key=lambda run: run.goodput)

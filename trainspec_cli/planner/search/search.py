@@ -307,7 +307,7 @@ class Search:
     """Duration of a failed start in seconds, divided by the number of steps in the run."""
     refused: Counter[str] = field(default_factory=Counter)
     counted: dict[Setup, Candidate] = field(default_factory=dict)
-    """Layouts that have already been counted tensor by tensor."""
+    """Layouts whose memory has already been counted tensor by tensor."""
     smallest: Estimated | None = None
     """The layout that needs the least memory, whether it fits or not. It is shown if none fits."""
 
@@ -337,7 +337,7 @@ class Search:
 
     def safest(self) -> list[Estimated]:
         """Return the layouts that are most likely to fit among those about as fast as the best, safest first. Among
-        those that surely fit, return the fastest."""
+        those that are certain to fit, return the fastest."""
         while self._options:
             slowest_s = ABOUT * self._least_s
             if len(self._safest) == SAFEST and self._safest[0][0][0] >= SURELY:
@@ -430,8 +430,8 @@ class Search:
             self._leave(option, surely_fits=self._predict(option))
 
     def _leave(self, option: Option, *, surely_fits: bool = False) -> None:
-        """Remove the option from the heap, and add its layout with a heavier recomputation, unless this option surely
-        fits."""
+        """Remove the option from the heap, and add its layout with a heavier recomputation, unless this option is
+        certain to fit."""
         heapq.heappop(self._options)
         heavier = self.heavier(option)
         if heavier and not surely_fits:
@@ -460,7 +460,7 @@ class Search:
         return setup, peak_of(setup, self._memory.of(setup, name), beyond_bytes=self._beyond_bytes)
 
     def _predict(self, option: Option) -> bool:
-        """Predict a layout, and record it if it may fit. Return whether it surely fits."""
+        """Predict a layout, and record it if it may fit. Return whether it is certain to fit."""
         found = self._estimate(option)
         if found.peak_bytes > self._limit:
             self.refused[TOO_LARGE] += 1
@@ -472,8 +472,8 @@ class Search:
         heapq.heappush(self._found, ((found.expected_s,), option.order, found))
         if found.step_time_s <= ABOUT * self._least_s:
             push = heapq.heappush if len(self._safest) < SAFEST else heapq.heappushpop
-            # The least safe of the kept layouts is on top of the heap, and a safer one replaces it. Layouts that surely
-            # fit count as equally safe and are ranked by speed.
+            # The least safe of the kept layouts is on top of the heap, and a safer one replaces it. Layouts that are
+            # certain to fit count as equally safe and are ranked by speed.
             push(self._safest, ((min(probability, SURELY), -found.step_time_s), -option.order, found))
         return probability >= SURELY
 

@@ -63,7 +63,7 @@ class Space:
             if not self._keep(splits_heads(model, tp), "tp does not divide the heads") or not self._is_run(tp=tp):
                 continue
             for cp in self._axis(wanted.cp, max(1, self.spec.data.seq_len // MIN_TOKENS_PER_RANK)):
-                if not self._keep(self.spec.data.seq_len % cp == 0, "the sequence does not divide by cp"):
+                if not self._keep(self.spec.data.seq_len % cp == 0, "the sequence is not divisible by cp"):
                     continue
                 closed = cp > 1 and wanted.cp == AUTO and "cp" in model.record.refuses
                 if not self._keep(not closed, "this family of models does not support cp"):
@@ -163,8 +163,8 @@ class Space:
                 parts = number > 1 and not any(whole_hosts(self.spec.cluster.num_nodes, number))
                 if not (
                     self._keep(number > 1, "resilience=elastic needs two replica groups")
-                    and self._keep(replicate % number == 0, "the replicas do not divide into resilience.replica_groups")
-                    and self._keep(parts, "nodes do not divide over the replica groups")
+                    and self._keep(replicate % number == 0, "resilience.replica_groups does not divide the replicas")
+                    and self._keep(parts, "nodes cannot be divided evenly among the replica groups")
                 ):
                     continue
             # Try the ZeRO stages that the framework supports. The stage has no meaning without sharding.
@@ -201,7 +201,7 @@ class Space:
             self._numbers[key] = [n for n in numbers if n <= most], sum(n > most for n in numbers)
         kept, left_out = self._numbers[key]
         if left_out:
-            self.refused["fewer samples per rank than micro-batches of a turn"] += left_out
+            self.refused["fewer samples per rank than micro-batches that the schedule needs"] += left_out
         return kept
 
     def _schedules(self, base: Layout) -> Iterator[Layout]:
@@ -213,7 +213,7 @@ class Space:
         if not self._keep(base.pp <= layers, "more pipeline stages than layers"):
             return
         schedules = [name for name in schedules_of(wanted) if name in self.spec.framework.schedules]
-        if not self._keep(schedules != [], f"{self.spec.framework.name} has no such pipeline"):
+        if not self._keep(schedules != [], f"{self.spec.framework.name} has no such pipeline schedule"):
             return
         for schedule in schedules:
             legal: Sequence[int] = (1,)

@@ -53,7 +53,7 @@ def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
 
 
 def predicted_as(metric: str, setup: Setup) -> float:
-    """Return the part of the fullest stage that the metric counts."""
+    """Return the memory that the metric counts, on the stage that needs the most."""
     metric = metric.lower()
     stages = estimate_memory(setup)
     if "activations" in metric:
@@ -373,7 +373,7 @@ def moved_to(start: Efficiency, theta: Sequence[float]) -> Efficiency:
 
 
 def log_errors(cases: Sequence[FittedRow], eff: Efficiency) -> Any:
-    """Return the logarithm of the predicted over the measured value for each case."""
+    """Return the logarithm of the ratio of the predicted to the measured value for each case."""
     import numpy as np
 
     return np.array([math.log(estimate_step(case.setup, eff).total_s / case.step_time_s) for case in cases])

@@ -117,8 +117,8 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
     stated = number(row, "gated_mlp")
     gated = stated is None or bool(stated)
     kv_heads = whole(row, "kv_heads", heads)
-    # Tables do not state position encodings. Models with gates, or with keys shared by several queries, use rotations.
-    # Others are GPTs with learned positions or ALiBi slopes, which cost nothing.
+    # Tables do not state position encodings. Models with gates, or with keys shared by several queries, use rotary
+    # embeddings. Others are GPTs with learned position embeddings or ALiBi slopes, which cost nothing.
     is_gpt = not gated and kv_heads == heads
     # Use DeepSeek's latent widths if the row names latent attention or omits the head width, as tables of such models
     # do.
@@ -430,7 +430,7 @@ def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
     """Return (the framework as of the row's year, whether it is assumed because the row does not name one). Raises
     UnknownFramework.
 
-    Looks first for a file that claims the entire table, then in the column `framework` or, if that is empty, in
+    It looks first for a file that claims the entire table, then in the column `framework` or, if that is empty, in
     `source`."""
     stated = (row.get("framework") or "").strip()
     source = (row.get("source") or "").strip()
@@ -448,9 +448,7 @@ def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
         return of_year(named, year), False
     if stated:
         there_are = ", ".join(sorted(frameworks()))
-        raise UnknownFramework(
-            f"unknown framework {stated[:40]}: write conf/framework/NAME.yaml ({there_are} are there)"
-        )
+        raise UnknownFramework(f"unknown framework {stated[:40]}: write conf/framework/NAME.yaml (known: {there_are})")
     return frameworks()[UNSTATED], True
 
 

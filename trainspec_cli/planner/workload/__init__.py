@@ -84,7 +84,8 @@ class Work:
     """Matrix multiplications whose weight gradients trainspec's engine computes while it exchanges the gradient of a
     tensor-parallel region's input."""
     tp_delayed_after: tuple[Gemm, ...] = ()
-    """The same for the gradient of the region's output; these multiplications belong to the block's next region."""
+    """Matrix multiplications whose weight gradients hide the exchange of the output's gradient; they belong to the next
+    region."""
     tp_last: bool = False
     """True if a recomputed forward ends before the output is exchanged, because the backward does not need the
     result."""
@@ -161,8 +162,8 @@ CUT_CHUNK_KERNELS = 22
 CUT_WORDS_KERNELS = 5
 """Kernels that select the words of a rank's part of the vocabulary."""
 LOSS_BYTES = 12.0
-"""Memory traffic per logit of softmax and loss in the forward: a 2-byte value is written and read, a 4-byte value is
-kept and read."""
+"""Memory traffic per logit of softmax and loss in the forward: a 2-byte value is written and read, and a 4-byte value
+is kept and read."""
 
 
 class FamilyWork(Protocol):

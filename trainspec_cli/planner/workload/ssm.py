@@ -33,7 +33,7 @@ def mamba_params(model: HybridModel) -> int:
 
 
 def scan_flops_per_token(model: HybridModel) -> float:
-    """Return the scan's forward FLOPs per token: the products within a block (causal half), and those that write to and
+    """Return the scan's forward FLOPs per token: the matmuls within a block (causal half), and those that write to and
     read from the state."""
     inner = inner_size(model)
     state = model.mamba_state_size

@@ -83,7 +83,7 @@ def flops_per_token(model: DecoderModel, seq_len: int) -> float:
     """Return the model FLOPs of forward and backward per token.
 
     They comprise 6 per matrix-multiplication parameter (2 forward, 4 backward; none for the embedding look-up),
-    and of attention's two products over the causal half of the sequence: 6 * layers * heads * head_dim * seq_len. PaLM
+    plus attention's two matmuls over the causal half of the sequence: 6 * layers * heads * head_dim * seq_len. PaLM
     (arXiv:2204.02311, appendix B) counts the full square instead; recomputed work never counts.
     """
     heads = (1 + model.prediction_layers) * model.vocab_size * model.hidden_size
@@ -91,7 +91,7 @@ def flops_per_token(model: DecoderModel, seq_len: int) -> float:
 
 
 def mixing_flops_per_token(model: DecoderModel, seq_len: int) -> float:
-    """Return the FLOPs of attention's two products, forward and backward, per token."""
+    """Return the FLOPs of attention's two matmuls, forward and backward, per token."""
     layers = model.num_layers + model.prediction_layers
     contexts = (context(model.window_of(layer), seq_len) for layer in range(model.num_layers))
     return 12.0 * layers * attention_width(model) * (sum(contexts) / model.num_layers)

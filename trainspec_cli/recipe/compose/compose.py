@@ -443,8 +443,8 @@ class Composed:
     problems: tuple[Problem, ...] = ()
     """All problems that can be found without interpreting the values, with their locations."""
     failed: frozenset[str] = frozenset()
-    """Groups and keys (including `recipe`) that could not be read as requested. Other problems in them may be
-    consequences."""
+    """Groups and keys (including `recipe`) that could not be read as requested. Other problems in them may only follow
+    from that."""
     chosen_at: Origins = field(default_factory=dict)
     """Section -> the argument or recipe line that chose the option that fills it."""
 
@@ -497,8 +497,8 @@ def compose_arguments(
     selection = Selection(find_folders(cwd), cwd)
     parts = selection.choose(parsed)
     values = [argument for argument in parsed if argument.key != RECIPE and not selection.is_choice(argument)]
-    # A name in place of a section: in `cluster.accelerator=rtx_4090`, 4090 is part of a name, not a number. The order
-    # of this argument and of keys inside the section does not matter.
+    # A name in place of a section: in `cluster.accelerator=rtx_4090`, 4090 is part of a name, not a number. This
+    # argument may come before or after those for keys inside the section.
     named = [
         argument
         for argument in values
@@ -513,7 +513,7 @@ def compose_arguments(
     values = [argument for argument in values if argument not in named]
     data, origins = _merge(parts)
     misplaced = [problem for problem in problems if (problem.code, problem.path) == ("bad_override", RECIPE)]
-    if misplaced:  # a lone word, as in `trainspec launch tiyn`, was meant as a recipe
+    if misplaced:  # a lone word, as in `trainspec launch tiyn`, was meant as a recipe name
         names = selection.folders.recipe_names()
         for problem in misplaced:
             word = arguments[(problem.line or 1) - 1]
@@ -524,7 +524,7 @@ def compose_arguments(
     problems += [*selection.problems, *_apply_arguments(data, values)]
     problems += _write_out_pools(data, selection)
     origins = _with_arguments(origins, values)
-    # The user solves a problem with an entire section by choosing another option, not by editing the option's file.
+    # The user fixes a problem with an entire section by choosing another option, not by editing the option's file.
     chosen = {part.package: part.chosen_at for part in parts if part.chosen_at}
     chosen = {path: at for path, at in chosen.items() if path not in {argument.key for argument in values}}
     # If a later file sets one of several alternative keys, that key replaces the alternative set by an earlier file.

@@ -19,8 +19,8 @@ from trainspec_cli.core.reading.files import VERSION_KEY, UnreadableFileError, e
 from trainspec_cli.core.reading.yaml_file import MAX_BYTES, YamlLimitError, compose_yaml, construct_yaml
 
 ROOT = "trainspec"
-"""conf/trainspec.yaml, the root of every run. The name is distinctive because ./conf may belong to another Hydra
-program."""
+"""conf/trainspec.yaml, the root configuration of every run. The name is distinctive because ./conf may belong to
+another Hydra program."""
 SUFFIX = ".yaml"
 _MAY_BE_FILE = re.compile(r"(?!\.{1,2}$)[^\0]{1,200}")
 DISTURB = "disturb"

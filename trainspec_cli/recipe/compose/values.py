@@ -38,7 +38,7 @@ MAX_DEPTH = 40
 SHOWN_CHARS = 200
 """Maximum length of the excerpt shown for a value that cannot be resolved."""
 WIDEST_ALIGNED = 44
-"""After lines of up to this length, origins are aligned in one column."""
+"""Origins are aligned in one column, except after lines longer than this."""
 
 Path = tuple[str | int, ...]
 
@@ -156,7 +156,7 @@ class Resolver:
 
     def _section(self, value: JsonValue, items: Iterable[_Resolved]) -> _Resolved:
         values = 1 + sum(item.values for item in items)
-        # References can multiply: if each of thirty lines refers to the previous one twice, they would fill memory.
+        # References can grow exponentially: thirty lines that each refer twice to the previous one would fill memory.
         if values > MAX_VALUES:
             raise InterpolationError(f"it expands to more than {MAX_VALUES:,} values")
         return _Resolved(value, values)

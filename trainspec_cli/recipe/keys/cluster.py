@@ -101,8 +101,8 @@ class FabricSpec:
 class AcceleratorSpec:
     """One chip: peak rates from the vendor's data sheet, and measured rates. Rates are dense, without sparsity.
 
-    A rate of 0 means that the chip lacks the format. GB and TB are decimal; the memory size is the one stated by the
-    vendor."""
+    A rate of 0 means that the chip does not support the format. GB and TB are decimal; the memory size is the one
+    stated by the vendor."""
 
     name: str
     """The chip's name in plans and reports."""
@@ -179,7 +179,7 @@ class ReliabilitySpec:
     heal_gb_per_s: PositiveFloat = 10.0
     """Elastic: rate at which a device of the new replica group copies its state from a healthy peer."""
     known_within: dict[str, float] = field(default_factory=dict)
-    """The uncertainty of each value; 2 means that it is between half and twice the value with a probability of 90%."""
+    """The uncertainty factor of each value; 2: the truth is between half and twice the value with 90% probability."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each value by key."""
     unverified: tuple[str, ...] = ()
@@ -199,7 +199,7 @@ class SiteSpec:
     electricity_usd_per_kwh: NonNegativeFloat = 0.08
     """Electricity price for owned machines; rental prices include electricity."""
     known_within: dict[str, float] = field(default_factory=dict)
-    """The uncertainty of each value; 2 means that it is between half and twice the value with a probability of 90%."""
+    """The uncertainty factor of each value; 2: the truth is between half and twice the value with 90% probability."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each value by key."""
     unverified: tuple[str, ...] = ()
@@ -215,11 +215,11 @@ class PowerSpec:
     waiting: NonNegativeFloat = 0.5
     """Power of an accelerator that is waiting for a collective, a pipeline stage or data."""
     idle: NonNegativeFloat = 0.15
-    """Power of an accelerator without work, while the job is down."""
+    """Power of an idle accelerator, while the job is down."""
     host: NonNegativeFloat = 0.45
     """Power of the rest of the node (CPUs, switches, NICs, fans), which does not depend on the accelerators' load."""
     known_within: dict[str, float] = field(default_factory=dict)
-    """The uncertainty of each value; 2 means that it is between half and twice the value with a probability of 90%."""
+    """The uncertainty factor of each value; 2: the truth is between half and twice the value with 90% probability."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each value by key."""
     unverified: tuple[str, ...] = ()
@@ -236,11 +236,11 @@ class CostSpec:
     """True if the machines are owned. If so, their cost is the purchase price spread over their useful hours, plus
     electricity and operation."""
     device_price_usd: NonNegativeFloat | None = None
-    """owned: purchase price of a device, including its part of the node, network and storage."""
+    """owned: purchase price of a device, including its share of the node, network and storage."""
     useful_years: PositiveFloat = 4.0
     """owned: years over which the purchase price is spread."""
     utilisation: Annotated[float, Range(0, 1, includes_low=False)] = 0.8
-    """Fraction of those years during which a job pays for the device."""
+    """Fraction of those years during which the device's cost is charged to jobs."""
     operation_ratio: NonNegativeFloat = 0.08
     """Yearly cost of repairs and support as a fraction of the purchase price. It includes staff and space as long as
     the next two keys are 0."""
@@ -259,7 +259,7 @@ class CostSpec:
     spot_wait_s: NonNegativeFloat = 1800.0
     """Time until another node replaces a reclaimed one."""
     known_within: dict[str, float] = field(default_factory=dict)
-    """The uncertainty of each value; 2 means that it is between half and twice the value with a probability of 90%."""
+    """The uncertainty factor of each value; 2: the truth is between half and twice the value with 90% probability."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each value by key."""
     unverified: tuple[str, ...] = ()
@@ -306,9 +306,9 @@ class SlurmSpec:
     """The program that runs `container_image` on each node: Slurm's pyxis plugin (`srun --container-image`), or the
     named program (`apptainer exec`)."""
     container_image: str | None = None
-    """The image where the run trains, such as `/images/torch.sqsh` (pyxis) or `/images/torch.sif` (apptainer); null:
-    no container. The job's supervisor runs outside, where srun is available; the nodes' agents and workers run
-    inside."""
+    """The container image in which the run trains, such as `/images/torch.sqsh` (pyxis) or `/images/torch.sif`
+    (apptainer); null: no container. The job's supervisor runs outside, where srun is available; the nodes' agents and
+    workers run inside."""
     container_mounts: str | None = None
     """Additional folders to mount in the container, such as `/scratch:/scratch,/data:/data:ro`. Everything that the run
     itself needs is mounted automatically: trainspec, the run folder, the folder of `sbatch`, the data, the initial
@@ -403,13 +403,13 @@ class ClusterSpec:
     host_memory_gb: NonNegativeFloat = 2048.0
     """Host memory of a node."""
     storage_gb_per_s: PositiveFloat = 1.2
-    """Bandwidth to checkpoint storage per node. The default is from 2.3 TB in 40 s from 48 nodes (BLOOM,
-    stas00/ml-engineering, fault-tolerance)."""
+    """Bandwidth to checkpoint storage per node. The default is derived from a measurement: 2.3 TB in 40 s from 48 nodes
+    (BLOOM, stas00/ml-engineering, fault-tolerance)."""
     efficiency: dict[str, float] | None = None
     """Corrections to the planner's efficiencies for this cluster, as written by `trainspec backtest --fit`."""
     profile: Literal["auto", "off"] = "auto"
-    """auto: plans and launches use, and report that they use, the results of `trainspec calibrate` for the cluster with
-    this name; off: they ignore these results."""
+    """auto: plans and launches use the results of `trainspec calibrate` for the cluster with this name, and say so;
+    off: they ignore them."""
     reliability: ReliabilitySpec = field(default_factory=ReliabilitySpec)
     """Failure rates of devices and recovery times."""
     site: SiteSpec = field(default_factory=SiteSpec)
@@ -447,14 +447,14 @@ class Gpu:
 
     @property
     def bf16(self) -> bool:
-        """Return whether its matrix units multiply bf16: NVIDIA since Ampere, AMD since MI100 (gfx908) and RDNA 3."""
+        """Return whether its matrix units support bf16: NVIDIA since Ampere, AMD since MI100 (gfx908) and RDNA 3."""
         if self.vendor == "amd":
             return self.compute_capability >= (9, 0x08) and self.compute_capability[0] != 10
         return self.compute_capability >= (8, 0)
 
     @property
     def fp8(self) -> bool:
-        """Return whether its matrix units multiply fp8: NVIDIA since Ada, AMD on MI300 (gfx942), MI350 and RDNA 4."""
+        """Return whether its matrix units support fp8: NVIDIA since Ada, AMD on MI300 (gfx942), MI350 and RDNA 4."""
         if self.vendor == "amd":
             return self.compute_capability >= (12, 0) or (9, 0x42) <= self.compute_capability < (10, 0)
         return self.compute_capability >= (8, 9)
@@ -472,9 +472,10 @@ class Machine:
     gpu_memory_bytes: int = 0
     """Memory of the GPU that has the least memory."""
     bf16: bool = False
-    """True if the device multiplies bf16 natively: a CPU with AMX, or GPUs whose matrix units support it."""
+    """True if the device supports bf16 matrix multiplications natively: a CPU with AMX, or GPUs whose matrix units
+    do."""
     fp8: bool = False
-    """True if the GPUs' matrix units multiply fp8."""
+    """True if the GPUs' matrix units support fp8."""
     gpus: tuple[Gpu, ...] = ()
     """The driver's report on each GPU; empty for a machine that is only described."""
     gpu_problem: Problem | None = None

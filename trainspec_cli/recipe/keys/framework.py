@@ -65,7 +65,7 @@ class FrameworkSpec:
     """The last year of runs to which these facts apply; null: they still apply. Among the files for its framework, a
     table row uses the one with the earliest such year that is not before the row's own year."""
     names: tuple[str, ...] = ()
-    """Names of the framework in tables of runs. They match whole words, in upper or lower case."""
+    """Names of the framework in tables of runs. They match whole words, ignoring case."""
     tables: tuple[TableSpec, ...] = ()
     """Published tables that are attributed to this framework regardless of what their rows state."""
     counted: bool = False
@@ -109,7 +109,7 @@ class FrameworkSpec:
     accumulate: SumFormat = "fp32"
     """The format in which a rank sums gradients if the recipe does not specify it (`precision.reduce`)."""
     accumulate_fp16: SumFormat = "fp32"
-    """The same for a run that computes in fp16."""
+    """The format in which a rank sums gradients in a run that computes in fp16."""
     reduce: SumFormat = "fp32"
     """The wire format of gradients if the recipe does not specify it (`precision.reduce`)."""
     gradient_copy: bool = False

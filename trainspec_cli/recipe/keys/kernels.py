@@ -147,7 +147,7 @@ class KernelSpec:
 
 
 IN_BLOCKS = ("attention", "rms_norm", "swiglu", "rope", "grouped_matmul", "ssd_scan")
-"""Operations that `compile: true` fuses with their surroundings."""
+"""Operations that `compile: true` fuses with the operations around them."""
 
 
 @dataclass(frozen=True)

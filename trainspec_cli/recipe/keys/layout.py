@@ -42,8 +42,8 @@ class LayoutSpec:
     """What dp_shard shards (ZeRO, arXiv:1910.02054): 1 the optimizer state, 2 also the gradients, 3 also the
     parameters.
 
-    In the engine, 3 frees the gathered parameters after each forward; 1 and 2 keep them until the last backward of a
-    step.
+    With 3, the engine frees the gathered parameters after each forward; with 1 and 2, it keeps them until the last
+    backward of a step.
     """
     etp: AutoInt = 1
     """Degree of tensor parallelism inside each expert."""
@@ -54,8 +54,8 @@ class LayoutSpec:
     virtual_stages: AutoInt = 1
     """Number of layer chunks per pipeline stage (the interleaved schedule needs 2 or more)."""
     stage_layers: tuple[PositiveInt, ...] | None = None
-    """Number of layers in each pipeline stage, in the order of the model; null: layers are divided by planned time, so
-    that the most loaded rank (layers, embedding, head) has as little work as possible."""
+    """Number of layers in each pipeline stage, in the order of the model; null: layers are divided according to planned
+    time, so that the most loaded rank (layers, embedding, head) has as little work as possible."""
     context_method: ContextMethod = "ring"
     """With cp. ring: keys and values are passed around a ring (arXiv:2310.01889); ulysses: they are exchanged
     all-to-all (arXiv:2309.14509)."""
@@ -114,7 +114,7 @@ class Layout:
 
     @property
     def sharding(self) -> Sharding:
-        """Return which part of the state is sharded; cp ranks also share it."""
+        """Return what is sharded over the data-parallel and context-parallel ranks."""
         if self.shards == 1:
             return "replicated"
         return "zero3" if self.zero_stage == 3 else "zero1"
@@ -131,7 +131,7 @@ class Layout:
 
         ZeRO-2 and 3 keep gradients sharded from one micro-batch to the next. With replicas, gradients are exchanged
         only once, because the sum over replicas is more expensive. The same applies if weight gradients are computed
-        after the backward."""
+        separately, after the input gradients."""
         sharded = self.zero_stage >= 2 and self.dp_shard > 1 and self.dp_replicate == 1
         return sharded and not self.splits_backward
 
@@ -145,8 +145,8 @@ class Layout:
 
     @property
     def bubble_part(self) -> float:
-        """Return how long a stage waits while the pipeline fills and drains, as a fraction of one micro-batch on all
-        other stages.
+        """Return how long a stage waits while the pipeline fills and drains, as a fraction of one micro-batch's time on
+        all other stages.
 
         1F1B and GPipe: all of it. Interleaved: divided by the number of chunks per rank (arXiv:2104.04473). ZB-H1: a
         third of it, because weight gradients fill the rest (arXiv:2401.10241), given at least one micro-batch per stage

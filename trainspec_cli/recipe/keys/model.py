@@ -72,7 +72,8 @@ class RopeScaling:
 
     kind: Literal["llama3", "yarn"]
     """llama3 (arXiv:2407.21783): long wavelengths are stretched, short ones are kept. yarn (arXiv:2309.00071):
-    frequencies are scaled depending on their number of turns within the original length, and scores are softened."""
+    frequencies are scaled depending on their number of rotations within the original length, and attention scores get a
+    temperature."""
     factor: Annotated[float, Range(1)]
     """Ratio of the new sequence length to the original one."""
     original_seq_len: PositiveInt
@@ -82,11 +83,12 @@ class RopeScaling:
     high_freq_factor: PositiveFloat = 4.0
     """llama3: wavelengths shorter than original_seq_len divided by this value are kept."""
     beta_fast: PositiveFloat = 32.0
-    """yarn: frequencies with more turns than this are kept."""
+    """yarn: frequencies with more rotations than this are kept."""
     beta_slow: PositiveFloat = 1.0
-    """yarn: frequencies with fewer turns than this are reduced by the full factor."""
+    """yarn: frequencies with fewer rotations than this are reduced by the full factor."""
     whole_bounds: bool = True
-    """yarn: round the bounds between the two to integer frequencies (gpt_oss does not)."""
+    """yarn: round the indices of the first and last frequency between these two limits to integers (gpt_oss does
+    not)."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class ExpertSpec:
     normalise_weights: bool = True
     """Normalise the weights of the chosen experts so that they sum to one."""
     weight_scale: PositiveFloat = 1.0
-    """Factor on the weights after normalisation (the routed scaling factor)."""
+    """Factor applied to the weights after normalisation (the routed scaling factor)."""
     num_groups: PositiveInt = 1
     """Number of expert groups. A token's experts come from the `top_groups` groups whose two best experts have the
     highest scores."""
@@ -195,7 +197,7 @@ class DecoderModel:
     gated_mlp: bool = True
     """True if the feed-forward is gated; false: two matrices (GPT, MPT, Nemotron) instead of three."""
     learned_positions: NonNegativeInt = 0
-    """Number of rows in the learned position table; 0 for rotary or ALiBi."""
+    """Number of learned position embeddings; 0 with rotary embeddings or ALiBi."""
     sliding_window: PositiveInt | None = None
     """Number of tokens that a windowed layer attends to; null: all previous tokens."""
     global_attention_every: NonNegativeInt = 1
@@ -277,7 +279,8 @@ LETTERS: dict[str, Mixer] = {"M": "mamba", "*": "attention", "-": "feed_forward"
 class HybridModel:
     """State-space layers (Mamba-2, arXiv:2405.21060), alone or mixed with attention, feed-forward and expert layers.
 
-    Every layer is one mixer behind a norm, and the numbers below count such layers individually, as in Nemotron-H."""
+    Every layer is one mixer preceded by a norm, and the numbers below count such layers individually, as in
+    Nemotron-H."""
 
     hidden_size: PositiveInt
     """Width of the hidden state between layers."""
@@ -334,7 +337,7 @@ class HybridModel:
         memory="trainspec_cli.planner.memory.engine.step",
         refuses={
             "cp": "a state-space scan runs along the full sequence",
-            "lora": "adapters are for decoders",
+            "lora": "only decoders can have adapters",
             "fp8": "it is implemented only for the linear layers of decoders",
         },
     )
@@ -380,7 +383,7 @@ class HybridModel:
 
     @property
     def as_decoder(self) -> DecoderModel:
-        """Return the attention, feed-forward and expert layers as a decoder without positions."""
+        """Return the attention, feed-forward and expert layers as a decoder without position embeddings."""
         return DecoderModel(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -436,7 +439,7 @@ class OwnModel:
         refuses={
             "tp": "the engine cannot shard user-defined blocks",
             "cp": "user-defined blocks need full sequences",
-            "lora": "adapters are for decoders",
+            "lora": "only decoders can have adapters",
             "fp8": "it is implemented only for the linear layers of decoders",
             "muon": "the plan does not know the matrices of user-defined blocks",
         },
@@ -481,7 +484,7 @@ class ConvModel:
             "tp": "convolutions are not sharded",
             "cp": "images have no sequence",
             "pp": "its stages differ in shape",
-            "lora": "adapters are for decoders",
+            "lora": "only decoders can have adapters",
             "fp8": "it is implemented only for the linear layers of decoders",
             # Inductor in torch 2.13 raises "Invalid ranges [0:-1]" for a 3-D convolution with dynamic sizes, which
             # dynamo assumes once a class of blocks has seen two shapes. With static sizes (dynamic=False), 2-D and 3-D
@@ -489,7 +492,7 @@ class ConvModel:
             # norm, whose sums run over all ranks, stays eager. Every shape is compiled, and ResNet-50 has more shapes
             # than dynamo's limit of 8.
             "compile": "torch.compile cannot lower its convolutions of several shapes, and batch norm stays eager",
-            "elastic": "batch norm takes its statistics over all samples, and replica groups do not share them",
+            "elastic": "batch norm computes its statistics over all samples, and replica groups do not share them",
         },
     )
     num_layers: ClassVar[int] = 1

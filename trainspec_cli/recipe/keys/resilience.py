@@ -53,9 +53,9 @@ class SitesSpec:
     """The wire format of outer gradients. They are summed in fp32, and the rounding error is carried over to the next
     exchange."""
     keep: Fraction | None = None
-    """Fraction of a site's own weights when an exchange mixes them with the shared ones (Streaming DiLoCo: 0.5). null:
-    a site's weights move by the same amount as the shared ones, so the site keeps all progress that it has not sent
-    yet."""
+    """Fraction that a site's own weights contribute when an exchange mixes them with the shared ones (Streaming DiLoCo:
+    0.5). null: a site's weights move by the same amount as the shared ones, so the site keeps all progress that it has
+    not sent yet."""
     outer_lr: PositiveFloat = 1.0
     """The learning rate of the outer optimizer (SGD with Nesterov momentum)."""
     outer_momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.5
@@ -66,7 +66,7 @@ class SitesSpec:
     """Time that an exchange with a quorum waits for late sites that are connected. A site that is late twice in a row
     is left out until it has caught up."""
     link_gbit_s: PositiveFloat | None = None
-    """Bandwidth of each site's link in each direction, for `trainspec plan`; null: exchanges are not planned."""
+    """Bandwidth of each site's link in each direction, for `trainspec plan`; null: plans ignore the exchanges."""
     link_delay_s: NonNegativeFloat = 0.05
     """One-way delay between two sites, for `trainspec plan`."""
 
@@ -95,8 +95,8 @@ class ResilienceSpec:
     """Maximum number of restarts per hour of each replica group (elastic) or of the run (restart, sites). A group that
     fails more often stays down."""
     hang_floor_s: PositiveFloat | None = 120.0
-    """A step counts as hung if it takes this long and also five times as long as the slowest step before it. The run
-    then ends and shows the ranks' stacks. null: wait forever."""
+    """A step counts as hung if it takes at least this long and at least five times as long as the slowest step before
+    it. The run then ends and shows the ranks' stacks. null: wait forever."""
     first_step_s: PositiveFloat | None = 1800.0
     """Time limit for each step until three steps have been timed, and for each step after an evaluation, because these
     steps compile and connect. If it is exceeded, the run ends with exit code 5 and reports which rank is waiting for

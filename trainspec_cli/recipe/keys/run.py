@@ -148,7 +148,7 @@ class DataSpec:
 
     @property
     def unit(self) -> Literal["tokens", "samples"]:
-        """Return the unit over which a batch's loss is averaged, and where speed is measured."""
+        """Return the unit over which a batch's loss is averaged and in which speed is measured."""
         return "samples" if self.source in SAMPLE_SOURCES else "tokens"
 
 
@@ -176,7 +176,7 @@ class CheckpointSpec:
     predecessor; null: no copies.
 
     They outlive the workers: a run that restarts on the same nodes, or with one node replaced, resumes from them. They
-    take twice the size of the state (four times on two or more nodes) until the run has ended normally."""
+    take up twice the size of the state (four times on two or more nodes) until the run has ended normally."""
     keep_last: PositiveInt = 2
     """Number of complete checkpoints to keep; older ones are deleted."""
     keep_best: bool = False
@@ -201,7 +201,7 @@ class InitSpec:
     Hub cache; the folder of a distributed torch checkpoint (DCP, also from torchtitan and Megatron) or of a litgpt
     checkpoint; or the folder of a trainspec run. null: random weights from the seed.
 
-    Only weights are loaded: the optimizer, the step and the data start from the beginning."""
+    Only weights are loaded; the optimizer state, the step number and the data start afresh."""
 
     @property
     def hugging_face(self) -> Path | None:
@@ -327,7 +327,7 @@ class TrackingSection:
 
 @dataclass(frozen=True)
 class ObserveSection:
-    """What a run observes about itself in addition to its steps."""
+    """Diagnostics that a run collects in addition to the events of its steps."""
 
     deeper_look: bool = True
     """When the diagnosis finds what slows the run down, the suspected rank profiles itself for three steps (one if
@@ -374,7 +374,7 @@ class RunSpec:
     """Activations to recompute in the backward: `selective` those of the attention core, `full` those of an entire
     block."""
     offload: Offload | Auto = "none"
-    """The state to keep in host memory when it is not in use."""
+    """The part of the state that is kept in host memory while it is not in use."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     """When checkpoints are written and removed."""
     resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
@@ -388,7 +388,7 @@ class RunSpec:
     tracking: TrackingSection = field(default_factory=TrackingSection)
     """Additional trackers that record events."""
     observe: ObserveSection = field(default_factory=ObserveSection)
-    """What a run observes about itself in addition to its steps."""
+    """Diagnostics that a run collects in addition to the events of its steps."""
     run: RunSection = field(default_factory=RunSection)
     """The run folder, the run's name, and limits for its processes."""
 

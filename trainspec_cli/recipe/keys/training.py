@@ -25,7 +25,8 @@ from trainspec_cli.recipe.keys.layout import ContextMethod, LayoutSpec, Pipeline
 OptimizerName = Literal["adamw", "sgd", "muon", "adamw8bit"]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 KeptState = OptimizerName | float
-"""State kept per parameter: the name of one of the engine's optimizers, or the bytes of a user-defined one."""
+"""State kept per parameter: the name of one of the engine's optimizers, or the number of bytes for a user-defined
+one."""
 ON_DEVICE: tuple[OptimizerName, ...] = ("muon", "adamw8bit")
 """Optimizers whose state and update stay on the training device."""
 STACKED_VALUES = 2**22
@@ -69,13 +70,13 @@ class OptimSpec:
     (arXiv:2110.02861). A user-defined optimizer is `FILE.py:NAME`, `package.module:NAME`, or a name registered by a
     package."""
     beta1: Annotated[float, Range(0, 1, includes_high=False)] = 0.9
-    """adamw, adamw8bit, and muon's adamw part: decay of the average of the gradients."""
+    """adamw, adamw8bit, and muon's adamw part: decay rate of the first moment, the mean of the gradients."""
     beta2: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
-    """For the same optimizers: decay of the average of the squared gradients."""
+    """For the same optimizers: decay rate of the second moment, the mean of the squared gradients."""
     eps: PositiveFloat = 1e-8
-    """For the same optimizers: value added to the square root of that average."""
+    """For the same optimizers: value added to the square root of the second moment."""
     momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
-    """muon: decay of the average of a matrix's gradients (Nesterov momentum)."""
+    """muon: decay rate of a matrix's momentum (Nesterov)."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay, which applies only to matrices, not to norms and biases."""
     grad_clip_norm: PositiveFloat | None = 1.0
@@ -85,7 +86,7 @@ class OptimSpec:
     options: dict[str, Option] = field(default_factory=dict)
     """Additional arguments for the user-defined optimizer, by name."""
     state_bytes: NonNegativeFloat | None = None
-    """Bytes of state that the user-defined optimizer keeps per parameter, such as 8 for two averages in fp32. The plan
+    """Bytes of state that the user-defined optimizer keeps per parameter, such as 8 for two moments in fp32. The plan
     uses this number; a run measures it before its first step and rejects any other number."""
 
     @property
@@ -128,8 +129,8 @@ class BatchScheduleSpec:
     """ramp: `stages`. seesaw: as `optim.schedule` reduces the learning rate, the batch grows by the same factor
     (arXiv:2510.14717). noise: the batch follows the measured gradient noise scale (arXiv:1812.06162)."""
     lr_rule: Literal["optimizer", "sqrt", "linear", "none"] = "optimizer"
-    """The factor on the learning rate for a larger batch: its square root (arXiv:2205.10287), in proportion
-    (arXiv:1706.02677), or none. optimizer: linear for sgd, sqrt for all others."""
+    """How the learning rate scales with a larger batch: with the square root (arXiv:2205.10287), in proportion
+    (arXiv:1706.02677), or not at all. optimizer: linear for sgd, sqrt for all others."""
     stages: tuple[RampStage, ...] = ()
     """ramp: the sizes after the initial one, in order."""
     growth: Annotated[float, Range(1.05, 16)] = 1.5
@@ -138,7 +139,7 @@ class BatchScheduleSpec:
     max_global_batch_size: PositiveInt | None = None
     """seesaw, noise: the largest size; null (seesaw only): as large as the learning rate implies."""
     interval_steps: PositiveInt = 100
-    """noise: number of steps between decisions, each of which changes the size by at most one factor of `growth`."""
+    """noise: number of steps between decisions, each of which changes the size by at most a factor of `growth`."""
     smoothing_steps: PositiveInt = 100
     """noise: number of steps over which measurements are averaged (exponentially: the newest one has weight 1 /
     smoothing_steps)."""
@@ -168,7 +169,7 @@ class BatchingSpec:
         """Return the sizes among which `seesaw` and `noise` choose: the initial size times powers of `schedule.growth`.
 
         They are rounded to multiples of an eighth of the initial size (or of a quarter, a half or the full size if it
-        is not divisible by 8), so that they divide over ranks nearly as well as the initial size."""
+        is not divisible by 8), so that they divide among ranks nearly as well as the initial size."""
         first = self.global_batch_size
         growth = self.schedule.growth
         part = first // math.gcd(first, 8)
@@ -257,7 +258,7 @@ NF4_SCALE_BLOCK = 256
 NF4_CHUNK = 2**24
 """Number of weights that are dequantised at a time, which limits the fp32 memory."""
 TARGETS = ("q", "k", "v", "out", "gate", "up", "down")
-"""The matrices of attention and feed-forward, with the engine's names."""
+"""The matrices of attention and feed-forward, by their names in the engine."""
 
 
 @dataclass(frozen=True)
@@ -269,8 +270,8 @@ class LoraSpec:
     targets: tuple[str, ...] = TARGETS
     """The matrices of each block that get an adapter; routed experts do not get one."""
     base: Literal["full", "nf4"] = "full"
-    """How the frozen matrices of the blocks are stored: in full, or in 4-bit NormalFloat (QLoRA), with 4.127 bits per
-    weight and a copy on each data-parallel rank. Embedding, head and norms stay in full."""
+    """How the frozen matrices of the blocks are stored: unquantised, or in 4-bit NormalFloat (QLoRA), with 4.127 bits
+    per weight and a copy on each data-parallel rank. Embedding, head and norms are never quantised."""
 
     @property
     def scale(self) -> float:
@@ -292,14 +293,14 @@ WireFormat = Literal["full", "bf16", "int8", "int4"]
 class CommSpec:
     """Wire formats. full: the format in which the values are computed or summed.
 
-    Values are summed in fp32 in every format, and the rounding error of integer gradients is added to the next
-    gradient."""
+    Values are summed in fp32 in every format, and the rounding error of gradients in integer formats is added to the
+    next gradient."""
 
     gradients: WireFormat | Auto = "full"
     """Gradients, which are summed over data-parallel ranks and replica groups. auto: full, bf16 or int8, whichever is
     predicted to take the least time, including encoding."""
     parameters: WireFormat = "full"
-    """Parameters, which are gathered by the ranks of dp_shard. Norms and biases are always exchanged in full."""
+    """Parameters, which are gathered by the ranks of dp_shard. Norms and biases are always exchanged uncompressed."""
     across_nodes: WireFormat | Auto | None = None
     """Gradients in exchanges between ranks on several nodes; null: the same as `gradients`."""
     bucket_bytes: NonNegativeInt | None = None
@@ -375,8 +376,8 @@ class Fault:
     the rendezvous server of the replica groups is killed. move_kill, move_oom: like kill and oom, when half of the
     state has moved to another layout.
 
-    Only for `trainspec rehearse`: lose_node: the node of `rank` is lost. lose_link: for `seconds`, its network card has
-    no link in one plane of the network. lose_plane: no card has a link in one plane.
+    Only for `trainspec rehearse`: lose_node: the node of `rank` is lost. lose_link: for `seconds`, its NIC has no link
+    in one plane of the network. lose_plane: no NIC has a link in one plane.
     """
     step: int
     group: int = 0

@@ -9,8 +9,8 @@ from trainspec_cli.recipe.keys.layout import Layout
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 Algorithm = Literal["ring", "hierarchical", "tree", "direct"]
-"""ring: one flat ring through all ranks. hierarchical: a ring in each tier, innermost first and back. tree: up and down
-a tree of nodes. direct: every pair separately (all-to-all, sends)."""
+"""ring: one flat ring through all ranks. hierarchical: a ring in each tier, from the innermost one outwards and back.
+tree: up and down a tree of nodes. direct: every pair separately (all-to-all, sends)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TunerRow:
     max_bytes: int
     algorithm: Literal["ring", "tree"]
     nodes: int
-    """Number of nodes to which the row applies; -1: any number. The same holds for `ranks`."""
+    """Number of nodes to which the row applies; -1: any number. The same convention holds for `ranks`."""
     ranks: int
     reason: str
 
@@ -120,7 +120,7 @@ class PlanesFigures:
     """Maximum number of NICs that the tiers can connect."""
     switches_per_nic: float
     optics_per_nic: float
-    """Number of transceivers per NIC, in units of its speed: two ends per tier of links."""
+    """Number of transceivers of a NIC's speed that the fabric needs per NIC: two for each tier of links."""
     one_hop_nics: int
     """Number of NICs below one T0 switch."""
     lost_speed: dict[Part, float]

@@ -95,7 +95,7 @@ class Certificate:
     """The date of its first run."""
     machine: Machine
     machine_id: str = ""
-    """Identifies the machine; empty if its system has no identity."""
+    """Identifies the machine; empty if its operating system provides no identifier."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of the software, by package."""
     processes: int = 0

@@ -18,7 +18,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Assumption:
-    """An input of the forecast that the user may know better."""
+    """An input of the forecast for which the user may have a better value."""
 
     key: str
     """The key that sets it, such as `cluster.site.pue`."""
@@ -129,7 +129,7 @@ class SimulatedDecision:
     """The time expected after the decision. If layers or the layout change, it applies once speeds are known again and
     sample shares have been adapted."""
     achieved_s: float
-    """The time in the first step after the decision."""
+    """The time achieved in the first step after the decision."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,10 @@ class Simulation:
     ideal: SimulatedPace
     """The best division into whole samples for the true speeds, applied immediately and at no cost."""
     ideal_real: SimulatedPace
-    """The same, if samples could be divided."""
+    """Speed of the best division for the true speeds, if samples could be divided between ranks."""
     won_back: float | None
     """Fraction of the time lost without the scheduler that is recovered, relative to what whole samples allow; None if
     nothing can be recovered."""
     won_back_of_real: float | None
-    """The same fraction, relative to what the speeds alone allow."""
+    """The recovered fraction relative to what the speeds alone allow."""
     decisions: tuple[SimulatedDecision, ...]

@@ -1,4 +1,4 @@
-"""A plan: a RunSpec without `auto`, and the predictions made before the start."""
+"""A plan: a RunSpec without `auto`, and the predictions made before the run starts."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ class Candidate:
     memory: tuple[MemoryBreakdown, ...]
     """One value per pipeline stage."""
     time: StepTime
-    """Times of a step. If the batch size changes, these and all other values are for the size at which most samples are
-    trained."""
+    """Times of a step. If the batch size changes, these and all other values are for the size that accounts for the
+    most samples."""
     sized_steps: tuple[SizedStep, ...] = ()
     """Steps with the sizes of a changing batch (or with some of them, if there are many), smallest first."""
     pools: tuple[PoolPart, ...] = ()
@@ -160,7 +160,7 @@ class Candidate:
 
 ALWAYS_ASSUMED = (
     "MFU counts attention over the causal half of the sequence and no recomputed work",
-    "ranked by expected step time, which includes the probability of fitting, from memory errors for published runs",
+    "ranked by expected step time, which accounts for the risk of running out of memory (errors on published runs)",
 )
 """Assumptions made in every plan."""
 

@@ -187,7 +187,7 @@ class CheckpointRates:
 
 @dataclass(frozen=True)
 class CertifyRun:
-    """A plan to train, on samples generated from its seed."""
+    """A plan to be trained on samples generated from its seed."""
 
     plan: Plan
     steps: int
@@ -276,7 +276,8 @@ multiplications grows with it."""
 
 
 BUSY = 0.1
-"""A probe that is preempted for a larger fraction of its time measures other processes as much as the machine."""
+"""A probe that is preempted for a larger fraction of its time than this measures other processes as much as the
+machine."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A step with one thing changed."""
+    """The predicted step after a single change."""
 
     change: str
     step_s: Seconds

@@ -235,7 +235,7 @@ def vocabulary(spec: RunSpec) -> Iterator[Problem]:
     """Require an embedding row for every token."""
     if spec.model.unit == "samples":
         return
-    # The size is known here only for a tokenizer that has not been trained yet; others are read with the data.
+    # The size is known here only for a tokenizer that has not been trained yet; others are read later, with the data.
     wanted = spec.data.tokenizer.vocab_size
     rows = spec.model.vocab_size
     if spec.data.source not in OF_IDS and spec.data.tokenizer.is_trained and wanted > rows:
@@ -311,7 +311,7 @@ def uncertainty(spec: RunSpec) -> Iterator[Problem]:
         for key, factor in values.known_within.items():
             path = f"cluster.{section}.known_within.{key}"
             if not isinstance(getattr(values, key, ""), (int, float, type(None))):
-                message = f"`{path}` does not match a number of `cluster.{section}`"
+                message = f"`{path}` does not name a numeric key of `cluster.{section}`"
                 yield Problem(code="unknown_key", path=path, message=message, hint=f"type ~{path}")
             elif factor < 1:
                 message = f"`{path}` is {factor:g}; expected a factor of at least 1 (2: between half and twice)"
@@ -377,7 +377,7 @@ def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
 
 
 def matrix_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    """Reject formats that the GPUs cannot multiply. CPUs emulate them."""
+    """Reject formats in which the GPUs cannot multiply matrices; CPUs emulate them."""
     if spec.cluster.device == "cpu" or not machine.gpu_names:
         return
     if spec.precision.compute == "bf16" and not machine.bf16:
@@ -584,7 +584,7 @@ def data_matches_model(spec: RunSpec) -> Iterator[Problem]:
         message = f"data={data.source} is text, but a {model.family} model reads images or volumes"
         yield Problem("unsupported", message, "data.source", "set data=phantom, data=images or data=volumes")
     elif model.unit == "tokens" and data.unit == "samples":
-        message = f"data={data.source} has no tokens, which a {model.family} model reads"
+        message = f"data={data.source} has no tokens, which a {model.family} model needs"
         yield Problem("unsupported", message, "data.source", "set data=text, or another model")
     elif model.unit == "samples" and data.seq_len != 1:
         message = f"`data.seq_len` is {data.seq_len}; a sample is one image or volume"

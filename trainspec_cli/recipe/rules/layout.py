@@ -53,7 +53,7 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
         # Each cp rank has part of the sequence, which the tp ranks divide further.
         yield from _sequence(spec, size_of(spec.layout, "cp") * tp, "cp x tp")
         if spec.model.learned_positions:
-            message = "learned positions are added to full sequences, but sequence parallelism divides sequences"
+            message = "learned position embeddings need full sequences, but sequence parallelism divides them"
             yield Problem("illegal_layout", message, "layout.sequence_parallel", "set layout.sequence_parallel=false")
     elif spec.model.experts is not None:
         message = "experts with tp need sequence parallelism; otherwise, every tp rank would route the same tokens"
@@ -64,7 +64,7 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
     """Reject adapters where frozen layers and their adapters cannot be plain linear layers."""
     if not spec.lora.rank:
         if spec.lora.base != "full":
-            message = f"`lora.base` is {spec.lora.base}, but `lora.rank` is 0: trained weights are stored in full"
+            message = f"`lora.base` is {spec.lora.base}, but `lora.rank` is 0: trained weights are not quantised"
             yield Problem("contradiction", message, "lora.base", "set lora.rank=16, or lora.base=full")
         return
     # Each family lists what it does not support, so new families need no changes here.
@@ -72,10 +72,10 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
         message = f"{reason}; `model.family` is {spec.model.family}"
         yield Problem("unsupported", message, "lora.rank", "set lora.rank=0")
     if pipeline_of(spec.layout).splits_backward:
-        got = f"`layout.pipeline_schedule` {spec.layout.pipeline_schedule} splits the backward, unlike adapters"
+        got = f"adapters do not support the split backward of {spec.layout.pipeline_schedule}"
         yield Problem("unsupported", got, "layout.pipeline_schedule", "set layout.pipeline_schedule=1f1b")
     if spec.precision.matmul == "fp8":
-        message = "layers with adapters do not multiply in fp8"
+        message = "layers with adapters do not support fp8"
         yield Problem("unsupported", message, "precision.matmul", "set precision.matmul=compute")
     unknown = [target for target in spec.lora.targets if target not in TARGETS]
     if unknown or not spec.lora.targets:
@@ -100,12 +100,12 @@ def quantised_base(spec: RunSpec) -> Iterator[Problem]:
     tp = size_of(spec.layout, "tp")
     for field, size in (("hidden_size", model.hidden_size), ("ffn_size", model.ffn_size), ("head_dim", heads)):
         if size % 2:
-            message = f"4-bit weights are stored in pairs, but rows of {size} (`model.{field}`) do not divide by 2"
+            message = f"4-bit weights are stored in pairs, but rows of {size} (`model.{field}`) are not divisible by 2"
             yield Problem("not_divisible", message, "lora.base", "set lora.base=full")
         elif tp > 1 and field != "hidden_size" and size % (tp * NF4_BLOCK):  # tp divides the rows of these
             # Suggest only a value that passes this rule.
             largest = max(n for n in range(1, tp) if n == 1 or size % (n * NF4_BLOCK) == 0)
-            message = f"rows of {size} (`model.{field}`) do not divide into {tp} (layout.tp) x blocks of {NF4_BLOCK}"
+            message = f"rows of {size} (`model.{field}`) do not split into {tp} (layout.tp) x blocks of {NF4_BLOCK}"
             yield Problem("not_divisible", message, "layout.tp", f"set layout.tp={largest}, or lora.base=full")
 
 
@@ -115,8 +115,8 @@ def documents(spec: RunSpec) -> Iterator[Problem]:
         return
     path = "data.document_masks" if spec.data.document_masks else "data.source"
     if not spec.model.rotates:
-        message = "only attention with rotary positions keeps documents apart; this model also mixes tokens otherwise"
-        yield Problem("unsupported", message, path, "choose a decoder with rotary positions")
+        message = "only attention with rotary embeddings keeps documents apart; this model mixes tokens in other ways"
+        yield Problem("unsupported", message, path, "choose a decoder with rotary embeddings")
     if size_of(spec.layout, "cp") > 1:
         message = "document masks do not work with context parallelism yet"
         yield Problem("unsupported", message, "layout.cp", "set layout.cp=1")
@@ -148,7 +148,7 @@ def context_parallel(spec: RunSpec) -> Iterator[Problem]:
 def _sequence(spec: RunSpec, parts: int, what: str) -> Iterator[Problem]:
     if spec.data.seq_len % parts:
         near = max(parts, spec.data.seq_len // parts * parts)
-        message = f"a sequence of {spec.data.seq_len} tokens does not divide by {parts} ({what})"
+        message = f"a sequence of {spec.data.seq_len} tokens is not divisible by {parts} ({what})"
         yield Problem("not_divisible", message, "data.seq_len", f"set data.seq_len={near}")
 
 
@@ -196,7 +196,7 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
     etp = size_of(spec.layout, "etp")
     experts = spec.model.experts
     if etp > 1:
-        yield Problem("illegal_layout", "the engine does not divide experts", "layout.etp", "set layout.etp=1")
+        yield Problem("illegal_layout", "the engine does not shard single experts", "layout.etp", "set layout.etp=1")
     if ep == 1:
         return
     if experts is None:
@@ -242,8 +242,8 @@ def _spread_alone(axis: str, reason: str) -> Problem:
 
 def _indivisible(axis: str, parts: int, path: str, size: int) -> Problem:
     fitting = ", ".join(str(n) for n in range(1, parts + 1) if size % n == 0)
-    message = f"{size} (`{path}`) does not divide by {parts} (layout.{axis})"
-    return Problem("not_divisible", message, f"layout.{axis}", f"it divides by {fitting}")
+    message = f"{size} (`{path}`) is not divisible by {parts} (layout.{axis})"
+    return Problem("not_divisible", message, f"layout.{axis}", f"it is divisible by {fitting}")
 
 
 # Rules for a model's sizes: for all models, for one family, and for models that the engine can train.
@@ -269,7 +269,7 @@ def expert_groups(spec: RunSpec) -> Iterator[Problem]:
     number = experts.num_experts
     groups = experts.num_groups
     if number % groups:
-        message = f"{number} experts (`model.experts.num_experts`) do not divide into {groups} groups"
+        message = f"{number} experts (`model.experts.num_experts`) cannot be divided evenly into {groups} groups"
         yield not_divisible("model.experts.num_groups", message, number, groups)
     elif experts.top_groups * number // groups < experts.top_k or experts.top_groups > groups:
         message = (
@@ -315,7 +315,7 @@ def heads(spec: RunSpec) -> Iterator[Problem]:
     """Require that all key-value heads serve the same number of heads."""
     model = spec.model
     if isinstance(model, TextModel) and model.num_kv_heads and model.num_heads % model.num_kv_heads:
-        message = f"{model.num_heads} heads (`model.num_heads`) do not divide by {model.num_kv_heads} key-value heads"
+        message = f"{model.num_heads} heads (`model.num_heads`) are not a multiple of {model.num_kv_heads} KV heads"
         yield not_divisible("model.num_kv_heads", message, model.num_heads, model.num_kv_heads)
 
 
@@ -344,7 +344,7 @@ def mamba_heads(spec: RunSpec) -> Iterator[Problem]:
     """Require that all groups serve the same number of heads."""
     model = spec.model
     if isinstance(model, HybridModel) and model.mamba_layers and model.mamba_heads % model.mamba_groups:
-        message = f"{model.mamba_heads} Mamba heads do not divide into {model.mamba_groups} groups"
+        message = f"{model.mamba_heads} Mamba heads cannot be divided evenly into {model.mamba_groups} groups"
         yield not_divisible("model.mamba_groups", message, model.mamba_heads, model.mamba_groups)
 
 
@@ -360,7 +360,7 @@ def known_architecture(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, "model.architecture", "set model.architecture=resnet")
     elif model.architecture == "resnet" and len(model.widths) != len(model.blocks):
         message = f"{len(model.widths)} stages in `model.widths`, {len(model.blocks)} in `model.blocks`"
-        yield Problem("not_divisible", message, "model.blocks", "give both one number per stage")
+        yield Problem("not_divisible", message, "model.blocks", "give one number per stage for each of the two")
 
 
 def fitting_input(spec: RunSpec) -> Iterator[Problem]:
@@ -417,8 +417,8 @@ TIERS = "cluster.fabric.tiers"
 
 
 def tiers(spec: RunSpec) -> Iterator[Problem]:
-    """Require a scale-up domain and at least one network tier, with sizes that are multiples of a node and grow up to
-    all devices."""
+    """Require a scale-up domain and at least one network tier, whose sizes are increasing multiples of the node size,
+    up to the total number of devices."""
     described = spec.cluster.fabric.tiers
     if len(described) == 1:
         message = f"`{TIERS}` has one tier, `{described[0].name}`; expected a scale-up domain and a network"
@@ -482,7 +482,7 @@ def planes(spec: RunSpec) -> Iterator[Problem]:
         path = "cluster.fabric.planes.planes"
         message = (
             f"`{path}` is {found.planes}: a switch of {found.switch_tbit_per_s:g} Tbit/s would have {radix:g} ports of "
-            f"{found.nic_gbit_per_s / found.planes:g} Gbit/s; expected a whole, even number"
+            f"{found.nic_gbit_per_s / found.planes:g} Gbit/s; expected an even whole number"
         )
         yield Problem(
             "not_divisible", message, path, "choose planes, nic_gbit_per_s and switch_tbit_per_s that divide evenly"
@@ -592,7 +592,7 @@ PARAMETERS = "comm.parameters"
 ACROSS = "comm.across_nodes"
 BUCKETS = "comm.bucket_bytes"
 LEFT_OPEN = ("full", AUTO, None)
-"""Values that do not request fewer bits."""
+"""Values that do not request compression."""
 
 
 def fp32_sums(spec: RunSpec) -> Iterator[Problem]:
@@ -640,7 +640,7 @@ def joined(spec: RunSpec, layout: Layout, device: str) -> Iterator[Problem]:
     if not size:
         return
     if device == "cuda":
-        why = "on GPUs FSDP2 sums the gradients of each block separately"
+        why = "on GPUs, FSDP2 sums the gradients of each block separately"
     elif layout.shards * layout.dp_replicate == 1:
         why = f"in this layout ({layout.describe()}) no ranks sum gradients"
     elif spec.comm.gradients not in LEFT_OPEN or spec.comm.across_nodes not in LEFT_OPEN:
@@ -701,7 +701,7 @@ def group_processes(spec: RunSpec) -> Iterator[Problem]:
     if devices == AUTO or spec.cluster.num_nodes * devices % number == 0:
         return
     processes = spec.cluster.num_nodes * devices
-    message = f"{processes} processes do not divide over {number} replica groups"
+    message = f"{processes} processes cannot be divided evenly among {number} replica groups"
     hint = f"set cluster.devices_per_node={max(1, devices // number) * number}, or another resilience.replica_groups"
     yield Problem("not_divisible", message, "resilience.replica_groups", hint)
 
@@ -711,7 +711,7 @@ def whole_hosts(num_nodes: int, number: int) -> Iterator[Problem]:
     if number == 1 or num_nodes % number == 0 or number % num_nodes == 0:
         return
     path = "resilience.replica_groups"
-    message = f"{num_nodes} nodes do not divide over {number} replica groups, nor the groups over the nodes"
+    message = f"{num_nodes} nodes cannot be divided evenly among {number} replica groups, nor vice versa"
     fitting = [n for n in range(2, 2 * num_nodes + 1) if num_nodes % n == 0 or n % num_nodes == 0]
     # The values nearest to the requested one, in ascending order.
     near = sorted(fitting, key=lambda n: abs(n - number))[:3]
@@ -791,7 +791,7 @@ def order_of_changes(spec: RunSpec) -> Iterator[Problem]:
     # A changing batch size changes the number of steps, so the last step is unknown.
     late = [place for place, change in enumerate(changes) if change.step >= spec.train.max_steps]
     if late and spec.batching.schedule.kind == "constant":
-        message = f"`{PATH}.{late[0]}.step` is {changes[late[0]].step}, in a run of {spec.train.max_steps} steps"
+        message = f"`{PATH}.{late[0]}.step` is {changes[late[0]].step}, but the run has {spec.train.max_steps} steps"
         yield Problem("out_of_range", message, f"{PATH}.{late[0]}.step", f"set {spec.train.max_steps - 1} or less")
 
 

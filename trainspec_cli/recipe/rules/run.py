@@ -60,7 +60,7 @@ def local_folder(spec: RunSpec) -> Iterator[Problem]:
 
 
 def heldout(spec: RunSpec) -> Iterator[Problem]:
-    """Require evaluations for settings that depend on the held-out loss, which a healed replica group does not know."""
+    """Require evaluations for settings that depend on the held-out loss, which is lost in a healed replica group."""
     wanted = {
         "checkpoint.keep_best": spec.checkpoint.keep_best,
         "train.early_stop_evals": spec.train.early_stop_evals is not None,
@@ -196,7 +196,7 @@ def optimizer(spec: RunSpec) -> Iterator[Problem]:
     path = "optim.state_bytes"
     if spec.optim.state_bytes is None:
         message = f"`{path}` has no value: the plan cannot know how much state {spec.optim.name} keeps per parameter"
-        yield Problem("missing_value", message, path, f"set {path}=8 for two averages in fp32, 4 for one, 0 for none")
+        yield Problem("missing_value", message, path, f"set {path}=8 for two moments in fp32, 4 for one, 0 for none")
     schedule = spec.batching.schedule
     if schedule.kind != "constant" and schedule.lr_rule == "optimizer":
         path = "batching.schedule.lr_rule"
@@ -218,8 +218,8 @@ def block(spec: RunSpec) -> Iterator[Problem]:
     yield from problems
     if model.block_params is None and not problems:
         path = BLOCK_PARAMS
-        message = f"`{path}` has no value: the plan cannot know how many parameters {model.block} makes"
-        yield Problem("missing_value", message, path, f"set {path}=NUMBER, as counted by most trainspec commands")
+        message = f"`{path}` has no value: the plan cannot know how many parameters {model.block} creates"
+        yield Problem("missing_value", message, path, f"set {path}=NUMBER, which most trainspec commands count for you")
 
 
 def loss(spec: RunSpec) -> Iterator[Problem]:
@@ -668,8 +668,8 @@ def seesaw(spec: RunSpec) -> Iterator[Problem]:
 
 
 def noise(spec: RunSpec) -> Iterator[Problem]:
-    """Require two data-parallel ranks, because noise is measured between them; `measurable_noise` checks what only the
-    plan knows."""
+    """Require two data-parallel ranks, because noise is measured between them; `measurable_noise` checks what is known
+    only once the run is planned."""
     devices = spec.cluster.devices_per_node
     axes = (spec.layout.pp, spec.layout.cp, spec.layout.tp)
     if spec.batching.schedule.kind != "noise" or devices == AUTO or AUTO in axes:

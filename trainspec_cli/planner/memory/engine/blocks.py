@@ -301,7 +301,7 @@ def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
 
 
 def causal_core(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
-    """Record causal attention. Kernels require heads of one size."""
+    """Record causal attention. Kernels require all heads to have the same size."""
     is_narrow, elements = v.elements < k.elements, q.elements * v.elements / k.elements
     if is_narrow:
         v = tape.copy(v, k.elements)
@@ -371,7 +371,7 @@ def swap(tape: Tape, x: Value) -> Value:
 def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> Value:
     """Record ring attention on the last rank, whose queries attend to all keys. Keys and values are passed from rank to
     rank. Sums are in fp32, and the keys of a group are repeated for its queries. Selective recomputation keeps the
-    result of each turn. The final result is ordered by head, and then copied to order it by token."""
+    result of each step. The final result is ordered by head, and then copied to order it by token."""
     width, query, pair = q.width, q.elements, k.elements + v.elements
     travelling = 2 * width * pair
     forward = 4 * query + travelling + (2 * width + 8) * query + 2 * width * query
@@ -624,7 +624,7 @@ def without_dropped(tape: Tape, x: Value, shape: Shape) -> Value:
 # Mamba-2's mixer on a tape: projections, convolutions over time, the scan in blocks, the gated norm.
 #
 # Shapes use the engine's names: B samples, C blocks of Q tokens, G groups, R heads per group, P head size, N state
-# size. A batched matrix product needs contiguous batch dimensions; otherwise its inputs are copied.
+# size. A batched matmul needs contiguous batch dimensions; otherwise its inputs are copied.
 
 
 @dataclass(frozen=True)
@@ -784,7 +784,7 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
     tape.is_saving = recompute == "none"
     tape.kept = [] if recompute == "selective" else None
     out = block()
-    if tape.fuses and tape.kept:  # the compiler sees that no backward needs the last product's result
+    if tape.fuses and tape.kept:  # the compiler sees that no backward needs the last costly result
         tape.kept.pop()
     tape.mark()
     forward, tape.stretches, saves = tuple(tape.stretches), [], tape.saves
@@ -823,7 +823,7 @@ def block(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def with_bias(tape: Tape, mixed: Value, mixer: Mixer, shape: Shape) -> Value:
-    """Add the bias of attention's output, which is added outside attention's region."""
+    """Record the bias of attention's output projection, which is added outside attention's region."""
     if mixer != "attention" or shape.decoder.attention_bias != "all":
         return mixed
     return tape.summed(tape.copy_in_forward(mixed))

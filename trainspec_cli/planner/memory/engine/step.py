@@ -96,9 +96,9 @@ def is_counted(model: ModelSpec, offload: str) -> bool:
 
 
 def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str) -> bool:
-    """Return whether the count covers fusion in the model's compiled blocks. It does for fully trained blocks with full
-    attention and feed-forwards in a single format; it has not been compared with the compiled graphs of other
-    blocks."""
+    """Return whether the count covers fusion in the model's compiled blocks. It does for blocks whose weights are all
+    trained, with full attention and feed-forwards in a single format; it has not been compared with the compiled graphs
+    of other blocks."""
     if not has_layer_list(model) or lora.rank or matmul not in ("compute", compute):
         return False
     layers = set(model.layer_list)
@@ -107,7 +107,7 @@ def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str)
 
 
 def engine_peak(run: EngineRun, pipeline_rank: int) -> PeakMemory:
-    """Return the bytes by cause (`CAUSES`) at the fullest moment of one pipeline rank, if `is_counted`."""
+    """Return the bytes by cause (`CAUSES`) at the memory peak of one pipeline rank, if `is_counted`."""
     family = cast("FamilyMemory", import_module(run.model.record.memory))
     return family.replay(run, pipeline_rank)
 
@@ -116,7 +116,7 @@ class FamilyMemory(Protocol):
     """The functions that a memory module (`FamilyRecord.memory`) provides."""
 
     def replay(self, run: EngineRun, pipeline_rank: int) -> PeakMemory:
-        """Return the bytes by cause (`CAUSES`) at the fullest moment of a step on one pipeline rank."""
+        """Return the bytes by cause (`CAUSES`) at the memory peak of a step on one pipeline rank."""
 
 
 def rank_peaks(run: EngineRun) -> Iterator[PeakMemory]:
@@ -150,8 +150,8 @@ def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:
 
 
 def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
-    """Return the bytes of the fullest stage's tensors with eager blocks; None if the engine's memory cannot be counted,
-    or with `offload`, because a trace does not separate host memory."""
+    """Return the bytes of tensors, with eager blocks, on the stage that needs the most memory; None if the engine's
+    memory cannot be counted, or with `offload`, because a trace does not separate host memory."""
     if not is_counted(plan.spec.model, plan.offload) or plan.offload != "none":
         return None
     return max(rank_peaks(run_of(plan)), key=lambda peak: sum(peak.values()))
@@ -169,7 +169,7 @@ stream can use. FSDP2 allocates the buffers of all-gathers in one stream, and su
 
 
 class PeakMemory(dict[str, float]):
-    """Bytes by cause (`CAUSES`) at the fullest moment of a rank's step."""
+    """Bytes by cause (`CAUSES`) at the memory peak of a rank's step."""
 
     idle_bytes = 0.0
     """Bytes that are reserved but unused at that moment, because the pools peak at different moments."""
@@ -358,7 +358,7 @@ class Sharding:
 
 
 def replay(run: EngineRun, pipeline_rank: int) -> PeakMemory:
-    """Return the bytes by cause at the fullest moment of a text model's step."""
+    """Return the bytes by cause at the memory peak of a text model's step."""
     return _Replay(run, cast("TextModel", run.model), pipeline_rank).run()
 
 

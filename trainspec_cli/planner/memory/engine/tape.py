@@ -525,7 +525,7 @@ class Tape:
         return [Value(x.storage, size, x.width, Node(next(self._numbers), (node,), passing)) for size in sizes]
 
     def part(self, x: Value, elements: float) -> Value:
-        """Return a view of part of `x`; in the backward, its gradient is copied into zeros."""
+        """Return a view of part of `x`; in the backward, its gradient is copied into a zero tensor."""
         size = x.elements, x.width
         return self._view(x, elements, lambda gradient: (self._moved(gradient.size, *size),))
 
@@ -546,7 +546,7 @@ class Tape:
         return self._recorded(out, parts, backward)
 
     def with_side(self, x: Value, loss: Value) -> Value:
-        """Return `x`; the backward also runs from the scalar `loss`."""
+        """Return `x`; the backward also starts from the scalar `loss`."""
         return self._recorded(x, (x, loss), lambda gradient: (gradient, self.new(1, 4.0)))
 
     def negated(self, x: Value) -> Value:
@@ -585,7 +585,7 @@ class Tape:
 
 
 def casts_to_fp8(x: float, weight: float, out: float, width: float) -> tuple[float, float]:
-    """Return the temporary bytes of torchao's eager casts, as (forward, backward), for a product with these element
+    """Return the temporary bytes of torchao's eager casts, as (forward, backward), for a matmul with these element
     counts.
 
     A cast holds the scaled tensor in fp32, the clamped one and the result: 9 bytes per element, 1 of which remains."""

@@ -187,7 +187,7 @@ _MIXERS: dict[str, Callable[[DecoderModel, int], Iterator[Matrix]]] = {
 
 
 def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> Unit:
-    """Return the unit of a stage's parameters outside the blocks: the embedding, positions, norm and head, as far as
+    """Return the unit of a stage's parameters outside the blocks: the embedding, position embeddings, norm and head, if
     the stage has them."""
     table = (model.vocab_size // layout.tp, model.hidden_size)
     matrices = [table] if first or (last and model.tied_embeddings) else []
@@ -206,7 +206,7 @@ MOMENT = 4.0
 CHUNK_VALUES = 2**24
 """Number of values that adamw8bit updates at a time (`engine/optim/adamw8bit.py`)."""
 CHUNK_BYTES = 22.0
-"""Bytes for each of these values: gradient and moments in fp32 and, while a moment is being quantised, its blocks and
+"""Bytes for each value being updated: gradient and moments in fp32 and, while a moment is quantised, its blocks and
 their codes."""
 MATRICES_AT_ONCE = 9
 """Number of copies of the largest matrix (or stack of small ones) that muon holds at once in its compute format: five
@@ -238,7 +238,7 @@ def _bytes_of_row(optimizer: KeptState, matrix: Matrix, in_block: bool) -> float
 def is_hidden(matrix: Matrix) -> bool:
     """Return whether muon orthogonalises this matrix of a block; vectors and convolution kernels use adamw.
 
-    Stacked biases also count as matrices; they are few."""
+    Stacked biases also count as matrices, but there are only a few."""
     return matrix[1] not in (1, CONV_TAPS)
 
 
