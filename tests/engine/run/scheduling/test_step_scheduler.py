@@ -427,7 +427,7 @@ def test_half_a_line_at_the_end_was_never_in_force(tmp_path: Path, write: Any) -
     [
         ({"counts": "many"}, "`counts` is "),
         ({"kind": "stages"}, "a directive of the kind `stages`, which this version does not know"),
-        ({"number": 3}, "has directive 3 instead of 2: lines are missing"),
+        ({"number": 3}, "has directive 3 where 2 should be: lines are missing"),
         ({"counts": [0, 0, 0, 0]}, "a directive without a division (number 2)"),
         ({"micro_batch_size": 0}, "a directive without a division (number 2)"),
         ({"micro_batches": 0}, "a directive without a division (number 2)"),
