@@ -77,8 +77,8 @@ def apply_data_parallel(
     """Shard `model` (on meta) in place. `experts` that are spread over ranks are sharded over the remaining axes."""
     if expert_shard is not None:
         for number, module in enumerate(experts):
-            # FSDP2 pads an uneven number of experts. If only the rows of each expert can be divided evenly over the ranks,
-            # these are divided, because FSDP2 pads only the first dimension.
+            # FSDP2 pads only the first dimension, so an uneven number of experts is padded. If the experts cannot be
+            # divided evenly over the ranks but the rows of each expert can, these are divided.
             even = [
                 all(parameter.shape[dim] % expert_shard.size() == 0 for parameter in module.parameters())
                 for dim in (0, 1)
