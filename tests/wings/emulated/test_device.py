@@ -153,7 +153,7 @@ def test_a_wait_that_the_engine_lacks_is_found(ranks: Ranks, name: str, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["zero3", "1f1b", "ep", "zero3_offload", "moved", "zero3_fp8", "tp_fp8"])
+@pytest.mark.parametrize("case", ["zero3", "1f1b", "ep", "zero3_offload", "moved", "tp_cp", "zero3_fp8", "tp_fp8"])
 def test_training_gives_the_bits_of_a_cpu_run_in_random_orders(ranks: Ranks, case: str) -> None:
     if case.endswith("fp8"):
         pytest.importorskip("torchao")
