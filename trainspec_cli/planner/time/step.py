@@ -21,6 +21,7 @@ from trainspec_cli.planner.hardware.cluster import (
     all_to_all_s,
     axis_groups,
     group_of,
+    group_of_ranks,
     latency_s,
     reduce_scatter_s,
     send_s,
@@ -403,10 +404,13 @@ def _engine_exchanges_s(
         keys_bytes = work.cp_bytes / number
         if layout.context_method == "ring":
             # Keys and values are sent while a part of attention is computed, and their gradients afterwards, in fp32.
-            passed = send_s(groups["cp"], keys_bytes, eff)
+            # A pair of devices can have a lower rate than the group, and all neighbours wait for the slowest pair.
+            ranks = [(one * layout.tp, (one + 1) % number * layout.tp) for one in range(number)]
+            pairs = {group_of_ranks(setup.fabric, pair, eff) for pair in ranks}
+            passed = max(send_s(pair, keys_bytes, eff) for pair in pairs)
             cp_f = (number - 1) * max(0.0, passed - attention_f / number)
             cp_b = (number - 1) * max(0.0, passed - attention_b / number)
-            cp_b += number * send_s(groups["cp"], keys_bytes * 4.0 / rates.element_bytes, eff)
+            cp_b += number * max(send_s(pair, keys_bytes * 4.0 / rates.element_bytes, eff) for pair in pairs)
         else:
             sent = (work.cp_query_bytes, keys_bytes / 2)
             cp_f = cp_b = 2 * sum(all_to_all_s(groups["cp"], size, 1, eff) for size in sent)
