@@ -175,6 +175,9 @@ def test_the_ring_hides_keys_behind_attention_and_ulysses_hides_nothing() -> Non
     sent_s = send_s(pair, 200, EFF)
     gradients_s = 2 * send_s(pair, 400, EFF)
     assert found["ring"] == pytest.approx([2 * sent_s + gradients_s, gradients_s])
+    merges = replace(slow, counted_kernels=({}, {}))
+    hidden_s = EXCHANGES["cp"] * part_of(merges, setup_of(Layout(cp=2)), RATES, groups, EFF).cp
+    assert hidden_s == pytest.approx(gradients_s), "kernels that merge a turn's results take longer than the message"
     swaps_s = 4 * sum(all_to_all_s(groups["cp"], size, 1, EFF) for size in (600, 100))
     assert found["ulysses"] == pytest.approx([swaps_s, swaps_s])
 

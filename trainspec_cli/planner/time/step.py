@@ -31,10 +31,10 @@ from trainspec_cli.planner.hardware.rates import (
     matmul_flops_per_s,
     memory_bytes_per_s,
 )
-from trainspec_cli.planner.memory.engine.blocks import Shape, block_layout, mixer_kernels
+from trainspec_cli.planner.memory.engine.blocks import Shape, block_layout, mixer_kernels, ring_turn_kernels
 from trainspec_cli.planner.pipeline import LayerTimes, cut_layers
 from trainspec_cli.planner.setup import UPDATE_BYTES, WIRE_BYTES, Recompute, Setup, matrix_share, newton_schulz_flops
-from trainspec_cli.planner.workload import Gemm, Work, embedding_work, head_work, layer_works
+from trainspec_cli.planner.workload import Gemm, Kernels, Work, embedding_work, head_work, layer_works
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import Layer, TextModel, has_layer_list, loss_chunk_tokens, loss_group_tokens
@@ -303,11 +303,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     forward_s = passes_s(pass_bytes, scale)
     backward_s = (2 - work.leaf) * forward_s
     if counted and work.counted_kernels is not None:
-        scale = rates.element_bytes / 2
-        forward_s, backward_s = (
-            sum(number * moved_s(scale * moved_bytes, rates, eff) for moved_bytes, number in kernels.items())
-            for kernels in work.counted_kernels
-        )
+        forward_s, backward_s = (_kernels_s(kernels, rates, eff) for kernels in work.counted_kernels)
     # Inputs of matrix multiplications in 8 bits or fewer are scaled and cast: 2 bytes are read, and two copies written
     # (one transposed).
     casts = 0.0
@@ -370,6 +366,12 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     )
 
 
+def _kernels_s(kernels: Kernels, rates: Rates, eff: Efficiency) -> float:
+    """Return the time of kernels whose traffic is stated for 2 bytes per element."""
+    scale = rates.element_bytes / 2
+    return sum(number * moved_s(scale * moved_bytes, rates, eff) for moved_bytes, number in kernels.items())
+
+
 def _engine_exchanges_s(
     work: Work,
     attention_f: float,
@@ -408,8 +410,15 @@ def _engine_exchanges_s(
             ranks = [(one * layout.tp, (one + 1) % number * layout.tp) for one in range(number)]
             pairs = {group_of_ranks(setup.fabric, pair, eff) for pair in ranks}
             passed = max(send_s(pair, keys_bytes, eff) for pair in pairs)
-            cp_f = (number - 1) * max(0.0, passed - attention_f / number)
-            cp_b = (number - 1) * max(0.0, passed - attention_b / number)
+            turn_f = attention_f / number
+            turn_b = attention_b / number
+            if work.counted_kernels is not None:  # messages also overlap the kernels that merge a turn's results
+                queries = work.cp_query_bytes / 2
+                merges = ring_turn_kernels(queries, keys_bytes / 4, queries / work.attention_head_dim)
+                turn_f += _kernels_s(merges[0], rates, eff)
+                turn_b += _kernels_s(merges[1], rates, eff)
+            cp_f = (number - 1) * max(0.0, passed - turn_f)
+            cp_b = (number - 1) * max(0.0, passed - turn_b)
             cp_b += number * max(send_s(pair, keys_bytes * 4.0 / rates.element_bytes, eff) for pair in pairs)
         else:
             sent = (work.cp_query_bytes, keys_bytes / 2)

@@ -406,6 +406,16 @@ def ring_kernels(q: Value, k: Value, rows: float, turns: int) -> tuple[Kernels, 
     return forward, backward
 
 
+def ring_turn_kernels(queries: float, keys: float, rows: float) -> tuple[Counter[float], Counter[float]]:
+    """Return the kernels of one turn of `ring_kernels`, forward and backward, in a format of 2 bytes; `queries` and
+    `keys` are numbers of elements."""
+    tape = Tape(2.0)
+    q = tape.leaf(queries)
+    k = tape.leaf(keys)
+    (forward, backward), (longer, longer_backward) = (ring_kernels(q, k, rows, turns) for turns in (1, 2))
+    return Counter(longer) - Counter(forward), Counter(longer_backward) - Counter(backward)
+
+
 # A mixture of experts on a tape: router, tokens sorted by expert, the experts' matrix multiplications, and tokens back
 # in their original order.
 # Tokens are spread evenly over experts and ranks. The experts' matrix multiplication uses the grouped GPU kernel, which
