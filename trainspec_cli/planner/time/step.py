@@ -303,7 +303,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     forward_s = passes_s(pass_bytes, scale)
     backward_s = (2 - work.leaf) * forward_s
     if counted and work.counted_kernels is not None:
-        forward_s, backward_s = (_kernels_s(kernels, rates, eff) for kernels in work.counted_kernels)
+        forward_s, backward_s = (kernels_s(kernels, rates, eff) for kernels in work.counted_kernels)
     # Inputs of matrix multiplications in 8 bits or fewer are scaled and cast: 2 bytes are read, and two copies written
     # (one transposed).
     casts = 0.0
@@ -366,7 +366,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     )
 
 
-def _kernels_s(kernels: Kernels, rates: Rates, eff: Efficiency) -> float:
+def kernels_s(kernels: Kernels, rates: Rates, eff: Efficiency) -> float:
     """Return the time of kernels whose traffic is stated for 2 bytes per element."""
     scale = rates.element_bytes / 2
     return sum(number * moved_s(scale * moved_bytes, rates, eff) for moved_bytes, number in kernels.items())
@@ -415,8 +415,8 @@ def _engine_exchanges_s(
             if work.counted_kernels is not None:  # messages also overlap the kernels that merge a turn's results
                 queries = work.cp_query_bytes / 2
                 merges = ring_turn_kernels(queries, keys_bytes / 4, queries / work.attention_head_dim)
-                turn_f += _kernels_s(merges[0], rates, eff)
-                turn_b += _kernels_s(merges[1], rates, eff)
+                turn_f += kernels_s(merges[0], rates, eff)
+                turn_b += kernels_s(merges[1], rates, eff)
             cp_f = (number - 1) * max(0.0, passed - turn_f)
             cp_b = (number - 1) * max(0.0, passed - turn_b)
             cp_b += number * max(send_s(pair, keys_bytes * 4.0 / rates.element_bytes, eff) for pair in pairs)
@@ -594,11 +594,15 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     return replace(once, head=head)
 
 
-def count_kernels(works: Sequence[Work], layer: Layer, setup: Setup) -> tuple[Work, ...]:
-    """Return the parts of a layer with the kernels that trainspec's engine runs without compilation."""
+def shape_of(layer: Layer, setup: Setup) -> Shape:
     samples = max(1, round(setup.micro_batch_size))
     layout = block_layout(setup.layout)
-    shape = Shape(cast("TextModel", setup.model), layer, layout, samples, setup.seq_len // layout.cp, 2.0)
+    return Shape(cast("TextModel", setup.model), layer, layout, samples, setup.seq_len // layout.cp, 2.0)
+
+
+def count_kernels(works: Sequence[Work], layer: Layer, setup: Setup) -> tuple[Work, ...]:
+    """Return the parts of a layer with the kernels that trainspec's engine runs without compilation."""
+    shape = shape_of(layer, setup)
     both = zip(works, layer.mixers, strict=True)
     return tuple(replace(work, counted_kernels=mixer_kernels(shape, mixer)) for work, mixer in both)
 

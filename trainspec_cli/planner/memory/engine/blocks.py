@@ -852,6 +852,17 @@ def mixer_kernels(shape: Shape, mixer: Mixer) -> tuple[Counter[float], Counter[f
     return Counter(forward), Counter(backward)
 
 
+def experts_kernels(shape: Shape) -> tuple[Counter[float], Counter[float]]:
+    """Return the kernels of `mixer_kernels` that need the parameters of the experts."""
+    tape = Tape(shape.width)
+    copies = tape.leaf(shape.outside_tokens * shape.experts.top_k * shape.hidden, frozen=False)
+    y = products(tape, copies, shape)
+    assert y.node is not None
+    tape.backward(y.node, tape.new(y.elements))
+    forward, backward = tape.kernels
+    return Counter(forward), Counter(backward)
+
+
 MIXERS: dict[Mixer, Part] = {
     "attention": partial(region, part=attention),
     "latent": partial(region, part=latent_attention),
