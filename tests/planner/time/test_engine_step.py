@@ -106,6 +106,33 @@ def test_spread_experts_are_gathered_inside_their_block() -> None:
     assert found.passes_s == (5.0, 11.0)
     # Reductions of one communicator do not delay gathers of another one, but both share a stream with their kind.
     assert found.waited_s == 16 - 3 - 1 - 2 - 6
+    # Work before the experts (1.5 s) overlaps the gathering of their parameters.
+    outer = replace(BLOCK, backward_s=4.5, early_s=1.5)
+    found = run(Layout(dp_shard=8, ep=2), 1, Stage(((outer, experts),), FsdpUnit(**NOTHING), (0.0, 0.0), (0.0, 0.0)))
+    assert found.passes_s == (5.0, 10.0), "the last reduction begins after that of the experts, at 14 s"
+
+
+@pytest.mark.parametrize("again", ["none", "selective", "full"])
+def test_tokens_are_sent_while_the_parameters_of_experts_are_gathered(again: str) -> None:
+    layout = Layout(dp_shard=8, ep=8)
+    setup = setup_of(layout, model=replace(MODEL, experts=ExpertSpec(16, 2, 4096)), recompute=RECOMPUTE[again])
+    groups = axis_groups(layout, setup.fabric, EFF)
+    once = micro_batch(setup, groups, EFF)
+    ((stage,),) = (tuple(stages.values()) for stages in EngineStep(setup, once, groups, EFF)._stages)
+    outer, experts = stage.blocks[0]
+    parts = once.mixers[0]
+    ep_s = parts[-1].ep
+    assert outer.forward_waits_s == pytest.approx(ep_s / 2) and ep_s > 0
+    forward_s = sum(part.forward + part.tp + part.ep for part in parts)
+    backward_s = sum(part.backward + part.tp + part.ep for part in parts)
+    repeated_s = [sum(EngineStep(setup, once, groups, EFF)._repeated(part)) for part in parts]
+    units = (outer, experts)
+    assert sum(unit.forward_s + unit.forward_waits_s for unit in units) == pytest.approx(forward_s)
+    total_s = sum(unit.backward_s + unit.backward_waits_s + unit.early_s for unit in units)
+    assert total_s == pytest.approx(backward_s + sum(repeated_s))
+    # The gradients of the experts' parameters are reduced before the tokens' gradients are sent back.
+    assert experts.backward_s + experts.backward_waits_s < parts[-1].backward + ep_s / 2 + repeated_s[-1]
+    assert outer.early_s >= ep_s / 2
 
 
 # Whole steps
