@@ -112,6 +112,26 @@ def test_spread_experts_are_gathered_inside_their_block() -> None:
     assert found.passes_s == (5.0, 10.0), "the last reduction begins after that of the experts, at 14 s"
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_each_end_of_a_pipeline_has_one_exchange_of_tensor_parallelism_outside_its_blocks(split: bool) -> None:
+    """The embedding is summed in the forward, and the gradient of the head's input in the backward. With sequence
+    parallelism, half of each exchange is in the other pass."""
+    layout = Layout(pp=2, tp=4, sequence_parallel=split)
+    setup = setup_of(layout)
+    groups = axis_groups(layout, setup.fabric, EFF)
+    once = micro_batch(setup, groups, EFF)
+    first, last = (stage for stages in EngineStep(setup, once, groups, EFF)._stages for stage in stages.values())
+    whole_s = all_reduce_s(groups["tp"], 2.0 * setup.tokens * MODEL.hidden_size, EFF)
+    waits_s = [
+        before_s - own_s
+        for before_s, own_s in zip(first.before_s, (once.embedding.forward, once.embedding.backward), strict=True)
+    ]
+    assert waits_s == pytest.approx([whole_s / 2, whole_s / 2] if split else [whole_s, 0.0])
+    in_loss_s = 2 * once.head.tp - whole_s
+    assert in_loss_s > 0
+    assert last.after_s[0] == pytest.approx(once.head.forward + once.head.backward + whole_s + in_loss_s)
+
+
 @pytest.mark.parametrize("again", ["none", "selective", "full"])
 def test_tokens_are_sent_while_the_parameters_of_experts_are_gathered(again: str) -> None:
     layout = Layout(dp_shard=8, ep=8)

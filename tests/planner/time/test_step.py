@@ -744,7 +744,7 @@ def test_exchanges_inside_layers_take_the_links_of_their_axis() -> None:
     assert alone.scaleup == alone.network == NONE
     setup = small_setup(Layout(tp=2, cp=4), per_node=4)
     once = micro_batch(setup, axis_groups(setup.layout, setup.fabric, SAMPLES_EFF), SAMPLES_EFF)
-    assert both.scaleup.time_s(2, 1) == pytest.approx(2 * (8 * once.layer.tp + once.head.tp))
+    assert both.scaleup.time_s(2, 1) == pytest.approx(2 * (8 * once.layer.tp + once.embedding.tp + once.head.tp))
     assert both.network.time_s(2, 1) == pytest.approx(8 * 3 * once.layer.cp)
 
 

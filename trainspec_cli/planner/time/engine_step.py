@@ -429,7 +429,10 @@ class EngineStep:
             before_s = after_s = (0.0, 0.0)
             if number == 0:
                 outside = outside.plus(self.once.embedding)
-                before_s = (self.once.embedding.forward, self.once.embedding.backward)
+                first = self.once.embedding
+                summed_s = PASSES["tp"] * first.tp
+                again_s = summed_s / 2 if layout.sequence_parallel else 0.0  # gathered in the backward
+                before_s = (first.forward + summed_s - again_s, first.backward + again_s)
             if number == layout.num_stages - 1:
                 head = self.once.head
                 outside = outside.plus(head)
