@@ -243,7 +243,14 @@ def test_a_decoder_layer_on_a_rank_of_two_by_two() -> None:
     # Words of the other rank become zeros; the gradient is as large as the table.
     embedded = {4 * 10 * 8: 2, 0: 5}, {2 * 10 * 8 + 2 * 16 * 8: 1, 4 * 10 * 8: 1}
     found = told(embedding_work(LLAMA, 10.0, CUT))
-    assert found == {"pass_bytes": 4 * 10 * 4, "counted_kernels": embedded, "kernels": 4, "params": 32 * 8 / 2}
+    assert found == {
+        "pass_bytes": 4 * 10 * 4,
+        "counted_kernels": embedded,
+        "kernels": 4,
+        "tp_bytes": 160,
+        "tp_exchanges": 0.5,
+        "params": 32 * 8 / 2,
+    }
     assert told(head_work(LLAMA, 10.0, CUT)) == {
         "gemms": [one(10, 16, 8, wide=False)],
         "pass_bytes": 8 * 10 * 4,
@@ -255,7 +262,7 @@ def test_a_decoder_layer_on_a_rank_of_two_by_two() -> None:
         ),
         "kernels": 12,
         "tp_bytes": 160,
-        "tp_exchanges": 1,
+        "tp_exchanges": 0.5,
         "params": 16 * 8,
         "saved_bytes": 4 * 10 * 4,
         "input_bytes": 2 * 10 * 4,

@@ -106,6 +106,53 @@ def test_spread_experts_are_gathered_inside_their_block() -> None:
     assert found.passes_s == (5.0, 11.0)
     # Reductions of one communicator do not delay gathers of another one, but both share a stream with their kind.
     assert found.waited_s == 16 - 3 - 1 - 2 - 6
+    # Work before the experts (1.5 s) overlaps the gathering of their parameters.
+    outer = replace(BLOCK, backward_s=4.5, early_s=1.5)
+    found = run(Layout(dp_shard=8, ep=2), 1, Stage(((outer, experts),), FsdpUnit(**NOTHING), (0.0, 0.0), (0.0, 0.0)))
+    assert found.passes_s == (5.0, 10.0), "the last reduction begins after that of the experts, at 14 s"
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_each_end_of_a_pipeline_has_one_exchange_of_tensor_parallelism_outside_its_blocks(split: bool) -> None:
+    """The embedding is summed in the forward, and the gradient of the head's input in the backward. With sequence
+    parallelism, half of each exchange is in the other pass."""
+    layout = Layout(pp=2, tp=4, sequence_parallel=split)
+    setup = setup_of(layout)
+    groups = axis_groups(layout, setup.fabric, EFF)
+    once = micro_batch(setup, groups, EFF)
+    first, last = (stage for stages in EngineStep(setup, once, groups, EFF)._stages for stage in stages.values())
+    whole_s = all_reduce_s(groups["tp"], 2.0 * setup.tokens * MODEL.hidden_size, EFF)
+    waits_s = [
+        before_s - own_s
+        for before_s, own_s in zip(first.before_s, (once.embedding.forward, once.embedding.backward), strict=True)
+    ]
+    assert waits_s == pytest.approx([whole_s / 2, whole_s / 2] if split else [whole_s, 0.0])
+    in_loss_s = 2 * once.head.tp - whole_s
+    assert in_loss_s > 0
+    assert last.after_s[0] == pytest.approx(once.head.forward + once.head.backward + whole_s + in_loss_s)
+
+
+@pytest.mark.parametrize("again", ["none", "selective", "full"])
+def test_tokens_are_sent_while_the_parameters_of_experts_are_gathered(again: str) -> None:
+    layout = Layout(dp_shard=8, ep=8)
+    setup = setup_of(layout, model=replace(MODEL, experts=ExpertSpec(16, 2, 4096)), recompute=RECOMPUTE[again])
+    groups = axis_groups(layout, setup.fabric, EFF)
+    once = micro_batch(setup, groups, EFF)
+    ((stage,),) = (tuple(stages.values()) for stages in EngineStep(setup, once, groups, EFF)._stages)
+    outer, experts = stage.blocks[0]
+    parts = once.mixers[0]
+    ep_s = parts[-1].ep
+    assert outer.forward_waits_s == pytest.approx(ep_s / 2) and ep_s > 0
+    forward_s = sum(part.forward + part.tp + part.ep for part in parts)
+    backward_s = sum(part.backward + part.tp + part.ep for part in parts)
+    repeated_s = [sum(EngineStep(setup, once, groups, EFF)._repeated(part)) for part in parts]
+    units = (outer, experts)
+    assert sum(unit.forward_s + unit.forward_waits_s for unit in units) == pytest.approx(forward_s)
+    total_s = sum(unit.backward_s + unit.backward_waits_s + unit.early_s for unit in units)
+    assert total_s == pytest.approx(backward_s + sum(repeated_s))
+    # The gradients of the experts' parameters are reduced before the tokens' gradients are sent back.
+    assert experts.backward_s + experts.backward_waits_s < parts[-1].backward + ep_s / 2 + repeated_s[-1]
+    assert outer.early_s >= ep_s / 2
 
 
 # Whole steps

@@ -18,6 +18,7 @@ from trainspec_cli.planner.hardware.cluster import (
     axis_groups,
     efficiency_of,
     group_of,
+    group_of_ranks,
     send_s,
 )
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
@@ -146,6 +147,22 @@ def test_the_engine_hides_exchanges_behind_gradients_of_weights(split: bool, opt
     assert both.tp + both.again == pytest.approx(whole_s / 2 if split else 0.0)
 
 
+@pytest.mark.parametrize(("axes", "chip", "pair"), [((1, 4), "MI355X", (0, 1)), ((4, 4), "H100-SXM-80GB", (4, 8))])
+def test_neighbours_in_a_ring_wait_for_the_slowest_pair(
+    axes: tuple[int, int], chip: str, pair: tuple[int, int]
+) -> None:
+    """Two devices of a mesh share one link, and two of the four pairs are in different nodes."""
+    accelerator = find_accelerator(chip)
+    assert accelerator is not None
+    layout = Layout(tp=axes[0], cp=axes[1])
+    fabric = Fabric(accelerator, layout.world_size, 8, 8, accelerator.link_gb_per_s, 400.0)
+    setup = setup_of(layout, fabric=fabric)
+    part = part_of(Work(cp_bytes=400), setup, RATES, axis_groups(layout, fabric, EFF), EFF)
+    slowest = group_of_ranks(fabric, pair, EFF)
+    expected_s = 6 * send_s(slowest, 100, EFF) + 4 * send_s(slowest, 200, EFF)
+    assert EXCHANGES["cp"] * part.cp == pytest.approx(expected_s)
+
+
 def test_the_ring_hides_keys_behind_attention_and_ulysses_hides_nothing() -> None:
     groups = {"tp": ring(1), "cp": ring(2), "ep": ring(1)}
     slow = Work(cp_bytes=400, cp_query_bytes=600)
@@ -154,9 +171,13 @@ def test_the_ring_hides_keys_behind_attention_and_ulysses_hides_nothing() -> Non
     for method in ("ring", "ulysses"):
         setup = setup_of(Layout(cp=2, context_method=method))  # type: ignore[arg-type]
         found[method] = [EXCHANGES["cp"] * part_of(one, setup, RATES, groups, EFF).cp for one in (slow, attends)]
-    sent_s = send_s(groups["cp"], 200, EFF)
-    gradients_s = 2 * send_s(groups["cp"], 400, EFF)
+    pair = group_of_ranks(setup_of(Layout(cp=2)).fabric, (0, 1), EFF)
+    sent_s = send_s(pair, 200, EFF)
+    gradients_s = 2 * send_s(pair, 400, EFF)
     assert found["ring"] == pytest.approx([2 * sent_s + gradients_s, gradients_s])
+    merges = replace(slow, counted_kernels=({}, {}))
+    hidden_s = EXCHANGES["cp"] * part_of(merges, setup_of(Layout(cp=2)), RATES, groups, EFF).cp
+    assert hidden_s == pytest.approx(gradients_s), "kernels that merge a turn's results take longer than the message"
     swaps_s = 4 * sum(all_to_all_s(groups["cp"], size, 1, EFF) for size in (600, 100))
     assert found["ulysses"] == pytest.approx([swaps_s, swaps_s])
 
@@ -723,7 +744,7 @@ def test_exchanges_inside_layers_take_the_links_of_their_axis() -> None:
     assert alone.scaleup == alone.network == NONE
     setup = small_setup(Layout(tp=2, cp=4), per_node=4)
     once = micro_batch(setup, axis_groups(setup.layout, setup.fabric, SAMPLES_EFF), SAMPLES_EFF)
-    assert both.scaleup.time_s(2, 1) == pytest.approx(2 * (8 * once.layer.tp + once.head.tp))
+    assert both.scaleup.time_s(2, 1) == pytest.approx(2 * (8 * once.layer.tp + once.embedding.tp + once.head.tp))
     assert both.network.time_s(2, 1) == pytest.approx(8 * 3 * once.layer.cp)
 
 

@@ -26,6 +26,7 @@ from trainspec_cli.planner.hardware.cluster import (
     send_s,
 )
 from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.memory.engine.blocks import experts_kernels
 from trainspec_cli.planner.memory.engine.units import Unit, block_unit, experts_unit, outside_unit, whole_experts
 from trainspec_cli.planner.pipeline import Action, Kind, actions, alike_ranks, cut_layers, ends_of_ranks_s
 from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup
@@ -37,11 +38,13 @@ from trainspec_cli.planner.time.step import (
     between_steps_s,
     gather_s,
     host_wait_s,
+    kernels_s,
     moved_s,
     optimizer_s,
     rank_parts,
     recompute_part_s,
     scatter_s,
+    shape_of,
     sum_s,
     waiting_share,
 )
@@ -102,6 +105,8 @@ class FsdpUnit:
     forward_waits_s: float = 0.0
     """Time of exposed exchanges inside the layer (tp, cp, ep)."""
     backward_waits_s: float = 0.0
+    early_s: float = 0.0
+    """The backward's time, including exchanges, before the block's experts need their parameters."""
 
 
 @dataclass(frozen=True)
@@ -238,12 +243,14 @@ class RankClock:
         ready_s = self._exchange("gather", waiting[-1], 0.0) if waiting else 0.0
         self.now_s += stage.after_s[1]
         for block in blocks:
-            for unit in block if gathers else ():
-                self._wait(ready_s)
-                self.now_s += unit.copy_out_s
-                # The next gather starts only after these parameters have been copied out.
-                waiting.pop()
-                ready_s = self._exchange("gather", waiting[-1], self.now_s) if waiting else 0.0
+            for unit in block:
+                if gathers:
+                    self._wait(ready_s)
+                    self.now_s += unit.copy_out_s
+                    # The next gather starts only after these parameters have been copied out.
+                    waiting.pop()
+                    ready_s = self._exchange("gather", waiting[-1], self.now_s) if waiting else 0.0
+                self.now_s += unit.early_s
             for unit in reversed(block):
                 self.now_s += unit.backward_s + unit.backward_waits_s
                 if exchanges:
@@ -345,8 +352,37 @@ class EngineStep:
         if layout.ep == 1 or "experts" not in layer.mixers:
             return (self._with_work(unit, LayersPart.total(mixers)),)
         *others, experts = mixers
+        outer = self._with_work(unit, LayersPart.total(others))
         inner = self._with_work(self._unit(experts_unit(model, layout), "expert_dp"), experts)
-        return self._with_work(unit, LayersPart.total(others)), inner
+        # Half of the work outside the experts' products sends the tokens, and half combines the results. Neither needs
+        # the experts' parameters.
+        kernels = experts_kernels(shape_of(layer, self.setup))
+        needed_f, needed_b = (kernels_s(one, self.once.rates, self.eff) for one in kernels)
+        send_f = max(0.0, experts.memory_f - needed_f) / 2
+        send_b = max(0.0, experts.memory_b - needed_b) / 2
+        waits_f = inner.forward_waits_s / 2
+        again_s, again_waits_s = self._repeated(experts)
+        waits_b = (inner.backward_waits_s - again_waits_s) / 2
+        repeats = again_s > 0
+        # A repeated forward sends the tokens first; otherwise, the backward starts with the gradients of the results.
+        early_again_s = sum(self._repeated(LayersPart.total(others))) if repeats else 0.0
+        repeated_f = (send_f + waits_f) * repeats
+        return (
+            replace(
+                outer,
+                forward_s=outer.forward_s + send_f,
+                forward_waits_s=outer.forward_waits_s + waits_f,
+                backward_s=outer.backward_s + send_b + waits_b - early_again_s,
+                early_s=early_again_s + repeated_f if repeats else send_b + waits_b,
+            ),
+            replace(
+                inner,
+                forward_s=inner.forward_s - send_f,
+                forward_waits_s=inner.forward_waits_s - waits_f,
+                backward_s=inner.backward_s - send_b - (repeated_f if repeats else send_b),
+                backward_waits_s=inner.backward_waits_s - waits_b - (0.0 if repeats else waits_b),
+            ),
+        )
 
     @cached_property
     def _again(self) -> Recompute:
@@ -393,7 +429,10 @@ class EngineStep:
             before_s = after_s = (0.0, 0.0)
             if number == 0:
                 outside = outside.plus(self.once.embedding)
-                before_s = (self.once.embedding.forward, self.once.embedding.backward)
+                first = self.once.embedding
+                summed_s = PASSES["tp"] * first.tp
+                again_s = summed_s / 2 if layout.sequence_parallel else 0.0  # gathered in the backward
+                before_s = (first.forward + summed_s - again_s, first.backward + again_s)
             if number == layout.num_stages - 1:
                 head = self.once.head
                 outside = outside.plus(head)

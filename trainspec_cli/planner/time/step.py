@@ -21,6 +21,7 @@ from trainspec_cli.planner.hardware.cluster import (
     all_to_all_s,
     axis_groups,
     group_of,
+    group_of_ranks,
     latency_s,
     reduce_scatter_s,
     send_s,
@@ -30,10 +31,10 @@ from trainspec_cli.planner.hardware.rates import (
     matmul_flops_per_s,
     memory_bytes_per_s,
 )
-from trainspec_cli.planner.memory.engine.blocks import Shape, block_layout, mixer_kernels
+from trainspec_cli.planner.memory.engine.blocks import Shape, block_layout, mixer_kernels, ring_turn_kernels
 from trainspec_cli.planner.pipeline import LayerTimes, cut_layers
 from trainspec_cli.planner.setup import UPDATE_BYTES, WIRE_BYTES, Recompute, Setup, matrix_share, newton_schulz_flops
-from trainspec_cli.planner.workload import Gemm, Work, embedding_work, head_work, layer_works
+from trainspec_cli.planner.workload import Gemm, Kernels, Work, embedding_work, head_work, layer_works
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import Layer, TextModel, has_layer_list, loss_chunk_tokens, loss_group_tokens
@@ -302,11 +303,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     forward_s = passes_s(pass_bytes, scale)
     backward_s = (2 - work.leaf) * forward_s
     if counted and work.counted_kernels is not None:
-        scale = rates.element_bytes / 2
-        forward_s, backward_s = (
-            sum(number * moved_s(scale * moved_bytes, rates, eff) for moved_bytes, number in kernels.items())
-            for kernels in work.counted_kernels
-        )
+        forward_s, backward_s = (kernels_s(kernels, rates, eff) for kernels in work.counted_kernels)
     # Inputs of matrix multiplications in 8 bits or fewer are scaled and cast: 2 bytes are read, and two copies written
     # (one transposed).
     casts = 0.0
@@ -369,6 +366,12 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     )
 
 
+def kernels_s(kernels: Kernels, rates: Rates, eff: Efficiency) -> float:
+    """Return the time of kernels whose traffic is stated for 2 bytes per element."""
+    scale = rates.element_bytes / 2
+    return sum(number * moved_s(scale * moved_bytes, rates, eff) for moved_bytes, number in kernels.items())
+
+
 def _engine_exchanges_s(
     work: Work,
     attention_f: float,
@@ -403,10 +406,20 @@ def _engine_exchanges_s(
         keys_bytes = work.cp_bytes / number
         if layout.context_method == "ring":
             # Keys and values are sent while a part of attention is computed, and their gradients afterwards, in fp32.
-            passed = send_s(groups["cp"], keys_bytes, eff)
-            cp_f = (number - 1) * max(0.0, passed - attention_f / number)
-            cp_b = (number - 1) * max(0.0, passed - attention_b / number)
-            cp_b += number * send_s(groups["cp"], keys_bytes * 4.0 / rates.element_bytes, eff)
+            # A pair of devices can have a lower rate than the group, and all neighbours wait for the slowest pair.
+            ranks = [(one * layout.tp, (one + 1) % number * layout.tp) for one in range(number)]
+            pairs = {group_of_ranks(setup.fabric, pair, eff) for pair in ranks}
+            passed = max(send_s(pair, keys_bytes, eff) for pair in pairs)
+            turn_f = attention_f / number
+            turn_b = attention_b / number
+            if work.counted_kernels is not None:  # messages also overlap the kernels that merge a turn's results
+                queries = work.cp_query_bytes / 2
+                merges = ring_turn_kernels(queries, keys_bytes / 4, queries / work.attention_head_dim)
+                turn_f += kernels_s(merges[0], rates, eff)
+                turn_b += kernels_s(merges[1], rates, eff)
+            cp_f = (number - 1) * max(0.0, passed - turn_f)
+            cp_b = (number - 1) * max(0.0, passed - turn_b)
+            cp_b += number * max(send_s(pair, keys_bytes * 4.0 / rates.element_bytes, eff) for pair in pairs)
         else:
             sent = (work.cp_query_bytes, keys_bytes / 2)
             cp_f = cp_b = 2 * sum(all_to_all_s(groups["cp"], size, 1, eff) for size in sent)
@@ -581,11 +594,15 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     return replace(once, head=head)
 
 
-def count_kernels(works: Sequence[Work], layer: Layer, setup: Setup) -> tuple[Work, ...]:
-    """Return the parts of a layer with the kernels that trainspec's engine runs without compilation."""
+def shape_of(layer: Layer, setup: Setup) -> Shape:
     samples = max(1, round(setup.micro_batch_size))
     layout = block_layout(setup.layout)
-    shape = Shape(cast("TextModel", setup.model), layer, layout, samples, setup.seq_len // layout.cp, 2.0)
+    return Shape(cast("TextModel", setup.model), layer, layout, samples, setup.seq_len // layout.cp, 2.0)
+
+
+def count_kernels(works: Sequence[Work], layer: Layer, setup: Setup) -> tuple[Work, ...]:
+    """Return the parts of a layer with the kernels that trainspec's engine runs without compilation."""
+    shape = shape_of(layer, setup)
     both = zip(works, layer.mixers, strict=True)
     return tuple(replace(work, counted_kernels=mixer_kernels(shape, mixer)) for work, mixer in both)
 

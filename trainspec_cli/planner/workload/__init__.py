@@ -78,8 +78,9 @@ class Work:
     serial_kernels: int = 0
     """Number of small kernels that run one after another at any batch size, so that only their latency counts."""
     tp_bytes: float = 0.0
-    """Bytes of one tensor-parallel exchange (a full activation). The forward has `tp_exchanges` of these."""
-    tp_exchanges: int = 0
+    """Bytes of one tensor-parallel exchange (a full activation). The forward has `tp_exchanges` of these, and so has
+    the backward."""
+    tp_exchanges: float = 0
     tp_delayed: tuple[Gemm, ...] = ()
     """Matrix multiplications whose weight gradients trainspec's engine computes while it exchanges the gradient of a
     tensor-parallel region's input."""
@@ -239,6 +240,9 @@ def embedding_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | No
         pass_bytes=4.0 * tokens * model.hidden_size / split,
         counted_kernels=(forward, Counter([looked_up + table_bytes, *cut])),
         kernels=4,
+        # Summed over the ranks' parts of the vocabulary in the forward only, like the head's input in the backward only
+        tp_bytes=2.0 * tokens * model.hidden_size,
+        tp_exchanges=0.5,
         params=params,
     )
 
@@ -269,7 +273,7 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
         counted_kernels=(forward, Counter([6.0 * tokens * hidden / split, 4.0 * tokens * hidden])),
         kernels=12,
         tp_bytes=2.0 * tokens * hidden,
-        tp_exchanges=1,
+        tp_exchanges=0.5,
         params=0.0 if tied else vocab * hidden,
         saved_bytes=4.0 * tokens * hidden / split,
         input_bytes=2.0 * tokens * hidden / split,

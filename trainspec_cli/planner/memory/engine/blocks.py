@@ -406,6 +406,16 @@ def ring_kernels(q: Value, k: Value, rows: float, turns: int) -> tuple[Kernels, 
     return forward, backward
 
 
+def ring_turn_kernels(queries: float, keys: float, rows: float) -> tuple[Counter[float], Counter[float]]:
+    """Return the kernels of one turn of `ring_kernels`, forward and backward, in a format of 2 bytes; `queries` and
+    `keys` are numbers of elements."""
+    tape = Tape(2.0)
+    q = tape.leaf(queries)
+    k = tape.leaf(keys)
+    (forward, backward), (longer, longer_backward) = (ring_kernels(q, k, rows, turns) for turns in (1, 2))
+    return Counter(longer) - Counter(forward), Counter(longer_backward) - Counter(backward)
+
+
 # A mixture of experts on a tape: router, tokens sorted by expert, the experts' matrix multiplications, and tokens back
 # in their original order.
 # Tokens are spread evenly over experts and ranks. The experts' matrix multiplication uses the grouped GPU kernel, which
@@ -836,6 +846,17 @@ def mixer_kernels(shape: Shape, mixer: Mixer) -> tuple[Counter[float], Counter[f
     tape = Tape(shape.width)
     x = tape.leaf(shape.outside_tokens * shape.hidden, frozen=False)
     y = tape.add(x, with_bias(tape, MIXERS[mixer](tape, norm(tape, x, shape), shape), mixer, shape))
+    assert y.node is not None
+    tape.backward(y.node, tape.new(y.elements))
+    forward, backward = tape.kernels
+    return Counter(forward), Counter(backward)
+
+
+def experts_kernels(shape: Shape) -> tuple[Counter[float], Counter[float]]:
+    """Return the kernels of `mixer_kernels` that need the parameters of the experts."""
+    tape = Tape(shape.width)
+    copies = tape.leaf(shape.outside_tokens * shape.experts.top_k * shape.hidden, frozen=False)
+    y = products(tape, copies, shape)
     assert y.node is not None
     tape.backward(y.node, tape.new(y.elements))
     forward, backward = tape.kernels
