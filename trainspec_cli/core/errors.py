@@ -111,6 +111,6 @@ EXIT_CODES = {
 
 
 def did_you_mean(got: str, allowed: Iterable[str]) -> str:
-    """Return a hint that suggests a similar allowed word; "" if there is none."""
+    """Return a hint that suggests a similar allowed word, or ""."""
     word = closest(got, allowed)
     return f"did you mean `{word}`?" if word else ""

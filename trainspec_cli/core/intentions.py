@@ -247,7 +247,7 @@ def _shape(word: str) -> str:
 
 
 def key_of(name: str) -> str:
-    """Return the recipe key, or `KEY=VALUE`, that has this name in another program; "" if there is none."""
+    """Return the recipe key, or `KEY=VALUE`, that has this name in another program, or ""."""
     return _KEYS.get(_shape(name), "")
 
 

@@ -36,7 +36,7 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 
 def _cpu_line(key: str, cpuinfo: Path) -> str:
-    """Return the first value of `key` in /proc/cpuinfo; "" if there is none."""
+    """Return the first value of `key` in /proc/cpuinfo, or ""."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

@@ -577,7 +577,7 @@ def _problem(extension: Extension, when: str, error: Exception) -> Problem:
 
 def _user_frame(error: Exception) -> tuple[str, int, str] | None:
     """Return file, line and function of the innermost frame in the user's code, as opposed to frames in trainspec or in
-    libraries that the code calls; None if there is none."""
+    libraries that the code calls, or None."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return error.filename, error.lineno, ""
     outside = _frames_outside(error)

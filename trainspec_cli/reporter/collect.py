@@ -69,7 +69,7 @@ class Report:
     speed: RunSpeed | None
     """The speed of the run; None before the first step."""
     predicted: LocalPrediction | None
-    """The plan's prediction; None if there is none."""
+    """The plan's prediction, or None."""
     loss: Curve
     grad_norm: Curve
     skipped_steps: tuple[int, ...]

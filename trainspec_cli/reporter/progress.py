@@ -43,7 +43,7 @@ class Progress:
 
     @property
     def unit(self) -> str:
-        """Return the unit in which the speed is measured: tokens or samples."""
+        """Return the unit of the speed: tokens or samples."""
         return self.begin.unit if self.begin else "tokens"
 
     @property

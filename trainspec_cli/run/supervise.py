@@ -63,7 +63,7 @@ MEASURED_STEPS = 5
 REMEMBERED_STEPS = 50
 
 Replan = Callable[[Plan, int], Plan | None]
-"""Returns the plan of a run on the given number of nodes; None if there is none."""
+"""Returns the plan of a run on the given number of nodes, or None."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class SlowNodes:
 
     @property
     def _plan_without(self) -> Plan | None:
-        """Return the plan of the run with one node fewer; None if there is none, or while it is still being
+        """Return the plan of the run with one node fewer, or None, or while it is still being
         computed."""
         if self._spare is not None:
             return self._plan

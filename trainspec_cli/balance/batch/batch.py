@@ -311,7 +311,7 @@ def next_size(batching: BatchingSpec, size: int, noise_scale: float | None) -> i
 
 
 GROWS_BY_ITSELF = ("ramp", "seesaw")
-"""Schedules in which the batch grows regardless of the noise."""
+"""Schedules where the batch grows regardless of the noise."""
 EQUIVALENT_FRACTION = 0.5
 """Up to this fraction of the noise scale B_n, a larger batch at a larger learning rate trains nearly as well as the
 starting size.

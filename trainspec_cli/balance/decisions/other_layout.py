@@ -21,7 +21,7 @@ class LayoutScheduler:
         self._rental = SkiRental[Layout](patience_s)
 
     def want(self, proposal: LayoutProposal | None) -> None:
-        """Set the layout that is worth switching to at the current speeds; None if there is none."""
+        """Set the layout that is worth switching to at the current speeds, or None."""
         self._wanted = None if proposal is None or proposal.layout in self._refused else proposal
         if self._wanted is None:
             self._rental.forget()

@@ -60,7 +60,7 @@ class ChangeCost:
         self._first_s = inf
 
     def note(self, samples: int, micro_batches: int, seconds: float) -> None:
-        """Record a step in which this rank took `seconds` to read its batch and compute."""
+        """Record a step where this rank took `seconds` to read its batch and compute."""
         shape = StepShape(samples, micro_batches)
         if shape != self._shape:
             self._shape = shape

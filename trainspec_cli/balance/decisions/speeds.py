@@ -34,7 +34,7 @@ REFINING_STEPS = 10
 """After a change in speed or shares, the speed is refined: it becomes the median of this many steps without another
 change, because the few steps that confirmed the change are noisy."""
 REMEMBERED_STEPS = 50
-"""Number of steps from which noise is estimated. After this many steps, a speed is accepted even if it is noisy."""
+"""Number of steps that noise is estimated from. After this many steps, a speed is accepted even if it is noisy."""
 STEEP = 1.35
 """A change by more than this factor is detected within `CONFIRMING_STEPS` steps, even while a speed is being learnt. If
 steps vary by 5%, every change by a factor of 1.5 or more is detected, and noise never is."""
@@ -146,7 +146,7 @@ class SpeedTracker:
     def note(
         self, samples: int, micro_batches: int, compute_s: float, waited_s: float = 0.0, update_s: float = 0.0
     ) -> None:
-        """Record a step in which this rank computed for `compute_s` and waited for others for `waited_s`. Waiting does
+        """Record a step where this rank computed for `compute_s` and waited for others for `waited_s`. Waiting does
         not reflect the rank's speed, but counts towards the duration of the steps. `update_s`: as in `Speed`."""
         shape = StepShape(samples, micro_batches)
         if shape != self._shape:

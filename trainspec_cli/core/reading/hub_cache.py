@@ -66,7 +66,7 @@ def hub_cache() -> Path:
 
 
 def _read_ref(file: Path) -> str:
-    """Return the commit that a ref points to; "" if there is none."""
+    """Return the commit that a ref points to, or ""."""
     try:
         with file.open("rb") as opened:
             text = opened.read(MAX_REF_BYTES).decode("ascii", errors="replace").strip()

@@ -35,7 +35,7 @@ class LabelledSamples(Protocol):
 def open_samples(data: DataSpec, model: ConvModel, folder: Path | None) -> LabelledSamples:
     """Open the samples.
 
-    Raises RecipeError if there are none, or if their sizes, channels or classes do not match the model."""
+    Raises RecipeError if none exist, or if their sizes, channels or classes do not match the model."""
     if data.source == "phantom":
         return Phantoms(data, model)
     assert folder is not None, f"{data.source} are read from a folder"

@@ -37,7 +37,7 @@ def source_of(file: Path) -> str:
 
 
 def find_files(data: DataSpec) -> list[Path]:
-    """Return the files of `data`, in reading order. Raises RecipeError if there are none."""
+    """Return the files of `data`, in reading order. Raises RecipeError if none exist."""
     if data.source == "python_stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         files = [file for file in _walk(root, ".py", STDLIB_LEFT_OUT) if not file.name.startswith("_sysconfigdata")]

@@ -291,7 +291,7 @@ def write_conversations(
 
 
 def tokens_before_reply(conversation: Conversation, tokenizer: Tokenizer) -> int | None:
-    """Return the number of tokens before the first one to train on; None if there is none."""
+    """Return the number of tokens before the first one to train on, or None."""
     tokenizer.encode_special_tokens = False
     (encoding,) = _encode_conversations([conversation], tokenizer)
     learnt = _learnt(conversation.spans, encoding)

@@ -30,7 +30,7 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_EXTENT = 2**53
 MAX_DIMS = 16
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""The formats from which weights can be read; others are quantised."""
+"""The formats that weights can be read from; others are quantised."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -62,7 +62,7 @@ class StoredTensor:
 def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     """Return every tensor in a folder's model.safetensors, or in the files listed in its index.
 
-    Raises RecipeError if there are none, and MachineError if a file is missing or damaged."""
+    Raises RecipeError if none exist, and MachineError if a file is missing or damaged."""
     if (folder / INDEX).is_file():
         names = sorted(set(_read_index(folder / INDEX).values()))
     elif (folder / SINGLE).is_file():

@@ -56,7 +56,7 @@ class StepOutcome:
     """This rank's report, whose parts show how the rows of `reports` are read."""
 
     def reports(self) -> list[StepReport]:
-        """Wait for the device, and return the parts reported by all ranks, by rank; [] if there are none."""
+        """Wait for the device, and return the parts reported by all ranks, by rank, or []."""
         return [self.own.like(row) for row in self.figures.tolist()] if self.figures.numel() else []
 
     def on_host(self) -> StepOutcome:

@@ -65,7 +65,7 @@ class SupervisorLink:
     # From the supervisor
 
     def newest_number(self) -> int:
-        """Return the number of the newest proposal on rank 0; 0 if there is none, and on all other ranks."""
+        """Return the number of the newest proposal on rank 0, or 0, and on all other ranks."""
         for proposal in self._supervisor.receive(Proposal):
             self._newest = proposal
         return self._newest.number if self._newest else 0

@@ -401,7 +401,7 @@ class Search:
                 yield Option(bound_s, next(self._orders), layout, micro, accum, 0, offload)
 
     def heavier(self, option: Option) -> Option | None:
-        """Return the layout with the next heavier recomputation, whose step is not shorter; None if there is none."""
+        """Return the layout with the next heavier recomputation, whose step is not shorter, or None."""
         place = option.recompute + 1
         if place == len(self.recomputes):
             return None

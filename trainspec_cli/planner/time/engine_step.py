@@ -132,7 +132,7 @@ class RankRun:
     sent_s: float
     """Total duration of these exchanges."""
     launches_s: float = 0.0
-    """Time for which the device waits for kernel launches."""
+    """How long the device waits for kernel launches."""
 
     @property
     def busy_s(self) -> float:

@@ -67,7 +67,7 @@ class PlanesSpec:
     entropy_values: PositiveInt = 256
     """Number of paths over which a queue pair sprays its packets, distributed evenly over the planes."""
     flap_s: PositiveFloat = 60.0
-    """Time for which a flapping link is down."""
+    """How long a flapping link is down."""
     network_fraction: Fraction = 0.084
     """Fraction of an ordinary fabric's job-ending failures that are caused by links and switches; a fabric with several
     planes survives these."""
@@ -172,10 +172,10 @@ class ReliabilitySpec:
     """Number of nodes on standby; null: a spare is always available when needed. A run started node by node, without
     Slurm, takes this many extra nodes, which wait until they replace a lost node; null: no extra nodes."""
     shrink_stall_s: NonNegativeFloat = 30.0
-    """Elastic: time for which the survivors stall, from the failure until they continue without the failed replica
+    """Elastic: how long the survivors stall, from the failure until they continue without the failed replica
     group."""
     rejoin_stall_s: NonNegativeFloat = 15.0
-    """Elastic: time for which the survivors stall when the healed replica group joins."""
+    """Elastic: how long the survivors stall when the healed replica group joins."""
     heal_gb_per_s: PositiveFloat = 10.0
     """Elastic: rate at which a device of the new replica group copies its state from a healthy peer."""
     known_within: dict[str, float] = field(default_factory=dict)
@@ -306,7 +306,7 @@ class SlurmSpec:
     """The program that runs `container_image` on each node: Slurm's pyxis plugin (`srun --container-image`), or the
     named program (`apptainer exec`)."""
     container_image: str | None = None
-    """The container image in which the run trains, such as `/images/torch.sqsh` (pyxis) or `/images/torch.sif`
+    """The container image that the run trains in, such as `/images/torch.sqsh` (pyxis) or `/images/torch.sif`
     (apptainer); null: no container. The job's supervisor runs outside, where srun is available; the nodes' agents and
     workers run inside."""
     container_mounts: str | None = None

@@ -1,6 +1,6 @@
 """The models that a recipe can train: one frozen dataclass for each family, with the family's record.
 
-In YAML, `family` distinguishes them. `unit` is the unit in which batches are counted. docs/adding-a-model.md describes
+In YAML, `family` distinguishes them. `unit` is the unit of batch sizes. docs/adding-a-model.md describes
 how to add a family."""
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ExpertSpec:
     """Number of expert groups. A token's experts come from the `top_groups` groups whose two best experts have the
     highest scores."""
     top_groups: PositiveInt = 1
-    """Number of expert groups from which a token may choose."""
+    """Number of expert groups that a token may choose from."""
     balance_rate: NonNegativeFloat = 0.0
     """Balancing without a loss (arXiv:2408.15664): after each step, the bias of each expert with fewer tokens than the
     mean rises by this amount, and the biases of the others fall by it; 0: no balancing."""

@@ -189,7 +189,7 @@ class PrecisionSpec:
     compute: ComputeFormat | Auto = AUTO
     """The compute format. auto: bf16 if it is faster than fp32 (GPUs since Ampere, CPUs with AMX), otherwise fp32."""
     reduce: Literal["bf16", "fp32"] = "fp32"
-    """The format in which gradients are summed across ranks."""
+    """The format of gradient sums across ranks."""
     matmul: MatmulFormat = "compute"
     """The format in which linear layers multiply; `compute` means the compute format."""
 
@@ -292,7 +292,7 @@ class RunSection:
     dir: str | Auto = AUTO
     """The run folder; auto is runs/<recipe>/<time>."""
     name: str = ""
-    """A name by which commands find the run, such as `trainspec report NAME`."""
+    """A name that commands find the run by, such as `trainspec report NAME`."""
     tags: tuple[str, ...] = ()
     """Words for selecting runs, as in `trainspec runs --tag WORD`."""
     stop_grace_s: PositiveFloat = 60.0
@@ -351,7 +351,7 @@ class RunSpec:
     description: str = ""
     """A one-line description for `trainspec list recipe`."""
     init: InitSpec = field(default_factory=InitSpec)
-    """The weights from which the run starts."""
+    """The weights that the run starts from."""
     lora: LoraSpec = field(default_factory=LoraSpec)
     """Low-rank adapters, trained instead of all weights."""
     cluster: ClusterSpec = field(default_factory=ClusterSpec)

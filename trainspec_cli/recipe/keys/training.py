@@ -245,7 +245,7 @@ class SchedulerSpec:
     """Maximum number of layers that a pipeline rank may hold when layers move off a slow rank; auto: what the memory
     prediction allows (without a prediction, no layers move)."""
     changes: tuple[LayoutChangeSpec, ...] = ()
-    """Layouts to which the run switches during training, in any mode, such as `[{step: 500, pp: 2, dp_shard: 2}]`."""
+    """Layouts that the run switches to during training, in any mode, such as `[{step: 500, pp: 2, dp_shard: 2}]`."""
 
 
 # Low-rank adapters, trained instead of the weights themselves.

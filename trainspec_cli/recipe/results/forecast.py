@@ -49,7 +49,7 @@ class Goodput:
     optimal_interval_s: float
     """Daly's interval; equal to `checkpoint_interval_s` unless the recipe specifies another one."""
     checkpoint_s: float
-    """Time for which one checkpoint stalls training."""
+    """How long one checkpoint stalls training."""
     checkpoint_bytes: float
     restart_s: float
     """Time from a failure until the run does new work after the restart."""
@@ -113,7 +113,7 @@ class SimulatedPace:
 @dataclass(frozen=True)
 class SimulatedDecision:
     step: int
-    """The first step to which it applies."""
+    """The first step that it applies to."""
     kind: str
     """`shares` of the data-parallel ranks, `group_shares` of the replica groups, `layers` of the pipeline stages, or
     another `layout`."""

@@ -338,7 +338,7 @@ class Plan:
     `train.max_steps`."""
 
     changes: tuple[PlannedLayout, ...] = ()
-    """Layouts to which the recipe switches during the run, in step order."""
+    """Layouts that the recipe switches to during the run, in step order."""
 
     prediction: LocalPrediction | None = None
     """Memory and time of a run on this machine's CPU; None without a suitable probe."""

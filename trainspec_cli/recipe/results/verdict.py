@@ -154,7 +154,7 @@ class Look:
     samples: Count = 0
     sampled_by: Literal["trainspec", "py-spy"] = "trainspec"
     cost_s: Seconds = 0.0
-    """Time for which starting and stopping the profiler stalled the training thread."""
+    """How long starting and stopping the profiler stalled the training thread."""
     file: str | None = None
     """The trace in the run folder; None if it could not be written."""
     notes: tuple[str, ...] = ()

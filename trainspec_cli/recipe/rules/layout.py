@@ -763,7 +763,7 @@ def changed_specs(spec: RunSpec) -> list[RunSpec]:
 
 
 def changed_layouts(spec: RunSpec) -> Iterator[Problem]:
-    """Require that each layout to which the run switches is legal and depends only on axes known before the search."""
+    """Require that each layout that the run switches to is legal and depends only on axes known before the search."""
     for place, (changed, change) in enumerate(zip(changed_specs(spec), spec.scheduler.changes, strict=False)):
         # The planner searches for one layout before the run starts, so a change must specify the axes that it depends
         # on.

@@ -36,7 +36,7 @@ class ClockOffset:
     error_s: float | None
     """Uncertainty of the offset; None if the offset could not be measured, and is assumed to be 0."""
     exchanges: int
-    """Number of exchanges from which the offset was measured."""
+    """Number of exchanges that the offset was measured from."""
 
 
 def clock_offsets(nodes: Sequence[int], left: Sequence[Mapping[int, tuple[float, float]]]) -> tuple[ClockOffset, ...]:

@@ -233,7 +233,7 @@ class SpeedsReport:
     step_s: Seconds
     """Compute time of the slowest rank in the last step, including the exchanges in its micro-batches."""
     layout: Layout
-    """The layout in which the speeds were measured."""
+    """The layout that the speeds were measured in."""
     micro_batches: Count
     """Number of micro-batches per rank per step."""
     samples: tuple[Count, ...]

@@ -74,7 +74,7 @@ class GenerationRecord:
     host: str
     """The first node's own hostname."""
     head: str
-    """The name or address to which the other nodes connect."""
+    """The name or address that the other nodes connect to."""
     hub_port: int
     rendezvous: dict[str, str]
     """Environment variables that tell the processes how to rendezvous."""

@@ -24,7 +24,7 @@ PREFIX = "trainspec-"
 SECRET = "memory_secret"
 """The key in run.json of the random word in the folder's name."""
 OWNER = "run.json"
-"""The file that names the run to which the folder belongs."""
+"""The file that names the run that the folder belongs to."""
 BLOCK_BYTES = 512
 """The unit of `st_blocks`, regardless of the file system's block size."""
 HINT = "set checkpoint.memory_interval_steps=null, or ask this machine's administrator to remove it"

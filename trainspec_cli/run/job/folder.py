@@ -229,7 +229,7 @@ class Owner:
     host: str = ""
     launch_id: str
     slurm_job_id: str | Absent | None = ABSENT
-    """The Slurm job in which the launch runs, if any."""
+    """The Slurm job that the launch runs in, if any."""
 
 
 @contextmanager
@@ -265,7 +265,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
 
 
 def find_owner(run: RunDir) -> Owner | None:
-    """Return the launch whose supervisor holds the claim; None if there is none, or if that is unknown."""
+    """Return the launch whose supervisor holds the claim, or None, or if that is unknown."""
     try:
         descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -165,7 +165,7 @@ class Migration:
     form: Form
     head: Head
     run: RunDir | None
-    """The run to which the file belongs; None for a file outside a run folder."""
+    """The run that the file belongs to; None for a file outside a run folder."""
 
     @property
     def changes(self) -> bool:

@@ -228,7 +228,7 @@ COMPRESSED = (
 )
 """Layouts that exchange compressed gradients."""
 MOVING = (Layout(pp=2), Layout(dp_shard=2, pp=2, pipeline_schedule="zero_bubble"))
-"""Pipelined layouts in which layers move between stages."""
+"""Pipelined layouts where layers move between stages."""
 TOURS = (
     (
         *(Layout(dp_shard=2), Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(dp_shard=2, ep=2)),
@@ -241,7 +241,7 @@ TOURS = (
 )
 """Layouts that a run goes through in order, skipping those that are illegal for its family."""
 SHORT = (Layout(), Layout(dp_shard=2), Layout(pp=2, pipeline_schedule="gpipe"))
-"""Layouts in which a run runs out of memory. With gpipe, all messages between stages arrive before the first backward,
+"""Layouts where a run runs out of memory. With gpipe, all messages between stages arrive before the first backward,
 so a restart within the process leaves no message behind."""
 COMPRESSED_FAMILIES = ("dense", "moe")
 """Two families suffice, because compression does not depend on the model, except that experts have a separate

@@ -102,7 +102,7 @@ class EngineRequest:
     """Write a checkpoint to the folder `save_to` after this many steps."""
     save_to: str = ""
     resume_from: str = ""
-    """The folder of the checkpoint from which the run starts."""
+    """The folder of the checkpoint that the run starts from."""
 
 
 @dataclass(frozen=True)

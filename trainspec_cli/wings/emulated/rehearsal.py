@@ -149,7 +149,7 @@ def distinct(plan: Plan) -> list[int]:
 
 
 def stage_of(plan: Plan, rank: int) -> int:
-    """Return the pipeline rank to which a rank of a replica group belongs."""
+    """Return the pipeline rank that a rank of a replica group belongs to."""
     return rank * plan.layout.pp // plan.group_size
 
 

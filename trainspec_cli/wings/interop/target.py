@@ -71,7 +71,7 @@ class Target:
     name: str
     title: str
     version: str
-    """The engine version to which these keys belong."""
+    """The engine version that these keys belong to."""
     lines: tuple[Line, ...]
     render: Callable[[Translation, RunValues], dict[str, str]]
     """File name -> text."""

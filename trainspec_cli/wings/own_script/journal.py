@@ -102,7 +102,7 @@ def step_files(folder: Path) -> list[Path]:
 
 
 UNIT = "steps"
-"""The unit in which the run's throughput is reported."""
+"""The unit of the reported throughput."""
 REMEMBERED_STEPS = 100
 
 

@@ -194,16 +194,16 @@ class MeetingRules:
     quorum: int
     """Minimum number of contributing sites needed to complete a round."""
     grace_s: float
-    """Time in seconds for which a round that has a quorum waits for connected sites."""
+    """How many seconds a round that has a quorum waits for connected sites."""
     return_s: float
-    """Time in seconds for which a restarted meeting waits for its members to connect."""
+    """How many seconds a restarted meeting waits for its members to connect."""
     change: float
     """Maximum relative difference between the step times of sites that count as equally fast."""
 
 
 @dataclass(frozen=True)
 class MeetingState:
-    """The state from which a restarted meeting continues."""
+    """The state that a restarted meeting continues from."""
 
     round: int = -1
     """The newest decided round; -1 before the first decision."""

@@ -110,7 +110,7 @@ class Rounds:
 KEPT_INTERVALS = 32
 """How long rounds are kept for an absent site, in exchanges of the full model."""
 LINGER_S = 120.0
-"""Time in seconds for which a finished meeting waits for sites that have not received the last round yet."""
+"""How many seconds a finished meeting waits for sites that have not received the last round yet."""
 Gradient = tuple[Sent, bytes]
 
 

@@ -49,7 +49,7 @@ class LoggedBlock:
     shape: str
     origin: str
     part: str
-    """The part of the step in which the block was allocated."""
+    """The part of the step that allocated the block."""
     total_bytes: int
     """Total allocated bytes directly after the allocation."""
     ended: int | None = None
