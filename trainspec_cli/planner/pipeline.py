@@ -324,7 +324,7 @@ class _Search:
         return self.best
 
     def _branch(self, borders: Borders, ranks: list[Rank]) -> None:
-        """Try the borders of the next stage, starting with those nearest to the proportional one. `ranks` already
+        """Try the boundaries of the next stage, starting with those closest to a proportional split. `ranks` already
         include the previous stages."""
         before = self.problem.time_before
         stage = len(borders) - 1

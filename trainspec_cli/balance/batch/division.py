@@ -92,7 +92,7 @@ def _from_zero(division: Division, samples: int) -> tuple[OwnSamples, ...]:
 
 
 def even_division(layout: Layout, micro_batch_size: int, *, keeps_micro_batches: bool) -> Division:
-    """Return the division over equally fast ranks.
+    """Return the split for ranks of equal speed.
 
     `keeps_micro_batches`: the result of a step depends on which samples share a micro-batch (batch norm), so the ranks
     together must form the same micro-batches as a single rank would."""

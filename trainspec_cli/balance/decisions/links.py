@@ -374,7 +374,7 @@ class LinkPaceTracker:
         middle = sorted(links, key=lambda link: link.sent_bytes)[len(links) // 2]
         if usual is None or not usual.is_comparable(middle):
             alike = filter(Usual(0.0, middle.sent_bytes).is_comparable, links)
-            # Count a link that is known to be slow at its usual speed.
+            # For a link already known to be slow, assume its usual speed.
             known = (
                 (link, max(self._paces.get((self._is_between(link), rank), 1.0) for rank in link.ranks))
                 for link in alike

@@ -406,7 +406,7 @@ SPREAD = 4
 WORTH = 0.01
 """Other sizes are tried only if at least this fraction of a step is spent waiting for gradients."""
 BETTER = 0.95
-"""A size replaces the first size if its waits are below this fraction of the first size's waits."""
+"""The initial size is replaced only by a size whose waits are below this fraction of its own."""
 
 
 def sizes_to_try(total_bytes: int, block_bytes: int, planned_bytes: float | None) -> tuple[int, ...]:

@@ -414,7 +414,7 @@ def _columns(parameter: Any, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class ModuleLosses:
-    """The feedback of a module's gradient exchanges on this rank, first over shards, then over replicas."""
+    """This rank's error-feedback buffers for a module's gradient exchanges: over shards, then over replicas."""
 
     module: nn.Module
     shards: dist.ProcessGroup

@@ -64,9 +64,9 @@ class Ledger(TorchDispatchMode):
     """Records all memory, computation and communication in its context.
 
     A storage counts with its current size, from the operation that creates it until it is freed, because FSDP2 frees
-    parameters by resizing their storages to zero. Each tensor counts under one cause: activations (saved by autograd),
-    gathered (by FSDP2), collectives (exchanged by data parallelism and pipelines), the cause set with `name`, or
-    otherwise temporaries.
+    parameters by resizing their storages to zero. Each tensor is counted under exactly one cause: activations (saved by
+    autograd), gathered (by FSDP2), collectives (exchanged by data parallelism and pipelines), the cause set with
+    `name`, or otherwise temporaries.
     """
 
     def __init__(self, *, expandable_segments: bool = False) -> None:

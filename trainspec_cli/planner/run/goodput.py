@@ -139,7 +139,8 @@ class _Simulation:
         self.away: dict[int, int] = {}
         """Absent replica groups, each with the failure that ends when the group returns."""
         self.paused_by = 0
-        """The failure or return that the job is waiting for; the ends of earlier ones are ignored."""
+        """The failure, or return of a node, whose handling the job is waiting for; completions of earlier ones are
+        ignored."""
         self.event = 0
         self.failures = 0
         self.spares_free_s = [0.0] * (cluster.spare_nodes or 0)

@@ -179,7 +179,7 @@ class ReliabilitySpec:
     heal_gb_per_s: PositiveFloat = 10.0
     """Elastic: rate at which a device of the new replica group copies its state from a healthy peer."""
     known_within: dict[str, float] = field(default_factory=dict)
-    """The uncertainty factor of each value; 2: the truth is between half and twice the value with 90% probability."""
+    """The uncertainty factor of each value; 2 means that the true value is 90% likely to be within a factor of 2."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each value by key."""
     unverified: tuple[str, ...] = ()
@@ -199,7 +199,7 @@ class SiteSpec:
     electricity_usd_per_kwh: NonNegativeFloat = 0.08
     """Electricity price for owned machines; rental prices include electricity."""
     known_within: dict[str, float] = field(default_factory=dict)
-    """The uncertainty factor of each value; 2: the truth is between half and twice the value with 90% probability."""
+    """The uncertainty factor of each value; 2 means that the true value is 90% likely to be within a factor of 2."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each value by key."""
     unverified: tuple[str, ...] = ()
@@ -219,7 +219,7 @@ class PowerSpec:
     host: NonNegativeFloat = 0.45
     """Power of the rest of the node (CPUs, switches, NICs, fans), which does not depend on the accelerators' load."""
     known_within: dict[str, float] = field(default_factory=dict)
-    """The uncertainty factor of each value; 2: the truth is between half and twice the value with 90% probability."""
+    """The uncertainty factor of each value; 2 means that the true value is 90% likely to be within a factor of 2."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each value by key."""
     unverified: tuple[str, ...] = ()
@@ -259,7 +259,7 @@ class CostSpec:
     spot_wait_s: NonNegativeFloat = 1800.0
     """Time until another node replaces a reclaimed one."""
     known_within: dict[str, float] = field(default_factory=dict)
-    """The uncertainty factor of each value; 2: the truth is between half and twice the value with 90% probability."""
+    """The uncertainty factor of each value; 2 means that the true value is 90% likely to be within a factor of 2."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each value by key."""
     unverified: tuple[str, ...] = ()

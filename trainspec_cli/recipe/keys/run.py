@@ -39,7 +39,7 @@ class TokenizerSpec:
     path: str | None = None
     """A `tokenizer.json` file for the `tokenizers` library, which then determines `vocab_size`."""
     end_of_document: str | None = None
-    """The token in that file that ends a document; null looks for a common name (`<|endoftext|>`, `</s>`, ...)."""
+    """The end-of-document token in that file; if null, common names are tried (`<|endoftext|>`, `</s>`, ...)."""
     code: str = ""
     """A user-defined tokenizer: `FILE.py:NAME`, `package.module:NAME`, or a name registered by a package."""
     options: dict[str, Option] = field(default_factory=dict)

@@ -477,7 +477,9 @@ def memory(spec: RunSpec) -> Iterator[Problem]:
     path = f"{PREFIX}.mem"
     if text is not None and not _MEMORY.fullmatch(str(text)):
         message = f"`{path}` is `{text}`; expected a whole number with K, M, G or T"
-        yield Problem("bad_size", message, path, f"set {path}=64G, for example, or {path}=0G for all memory of a node")
+        yield Problem(
+            "bad_size", message, path, f"for example, set {path}=64G, or {path}=0G for all of a node's memory"
+        )
 
 
 def gpus(spec: RunSpec) -> Iterator[Problem]:

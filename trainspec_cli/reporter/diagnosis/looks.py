@@ -19,7 +19,7 @@ operations."""
 
 def next_look(verdict: RunVerdict, nodes: Sequence[int], known: Sequence[LookOrder]) -> LookOrder | None:
     """Return the look that a new verdict requests. None if there is nothing to look for, if the place has already been
-    profiled, or if the run has had the maximum number of looks. `nodes`: the node of each rank."""
+    profiled, or if the run has used all of its profiles. `nodes`: the node of each rank."""
     # A look slows its rank down for some steps, so a run has only a few of them.
     if verdict.cause in SAY_ALL or len(known) >= MOST_LOOKS or any(one.place == verdict.place for one in known):
         return None

@@ -84,7 +84,7 @@ def decide(
     if exit_code not in (WorkerError.exit_code, MachineError.exit_code):
         return None
     nodes = (read_error(path, NodeErrorRecord) for path in sorted(run.errors_folder.glob("node*.json")))
-    # If a node never joins, the run ends with MachineError's exit code, like many failures that a restart does not fix.
+    # If a node never joins, the run exits with MachineError's code, as for many failures that a restart would not fix.
     lost = [node for node in nodes if node.lost and (exit_code == WorkerError.exit_code or not node.host)]
     if lost:
         names = ", ".join(f"node {node.node} ({node.host or 'never joined'})" for node in lost)

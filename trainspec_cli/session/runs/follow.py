@@ -81,7 +81,7 @@ def stop(run: RunDir, *, at_once: bool, on_asked: Callable[[], None]) -> str:
         time.sleep(SECOND_REQUEST_S)
         if find_owner(run) == owner:
             _ask(owner)
-    # Wait only for the owner that was asked, not for a later start.
+    # Wait only for the process that was asked to stop, not for one started later.
     while find_owner(run) == owner:
         time.sleep(POLL_S)
     return status_of_run(run)

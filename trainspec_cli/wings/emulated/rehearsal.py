@@ -107,7 +107,7 @@ class RankRehearsal:
     seconds: float = 0.0
     """Real time that the rehearsal took, in seconds."""
     timeline: Timeline | None = None
-    """The work of the last step, or of the part of it before memory ran out; None if there is no virtual time."""
+    """The work done in the last step, or until memory ran out; None if there is no virtual time."""
 
 
 @dataclass(frozen=True)

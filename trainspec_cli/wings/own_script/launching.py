@@ -274,7 +274,7 @@ def show_command(
     root = RUNS / script_name(command) / "TIME" if run_dir == AUTO else Path(run_dir)
     job = _build(command, root, detect(), wanted, reach, nodes)
     if reach:
-        # Show what this node would run in the first start.
+        # Show what this node would run on the first start.
         record = GenerationRecord(
             generation=1,
             at=0.0,

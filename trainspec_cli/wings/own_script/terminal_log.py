@@ -1,8 +1,8 @@
 """Write the log of a command that prints to a pseudo-terminal: `python terminal_log.py LOG`, standard library only.
 
-Standard input is the master end of the terminal. The output is copied unchanged to standard output, and without colours
-and other control sequences to LOG. This runs in a separate process because the command may outlive `trainspec run`. If
-`trainspec run` is killed, the command still has a terminal to print to while it saves its state."""
+Standard input is the master end of the terminal. The output is copied unchanged to standard output, and with colours
+and other control sequences stripped to LOG. This runs in a separate process because the command may outlive `trainspec
+run`. If `trainspec run` is killed, the command still has a terminal to print to while it saves its state."""
 
 import contextlib
 import os

@@ -4,8 +4,8 @@ A message is a line of JSON, `{"op": ..., "bytes": n, ...}`, followed by n bytes
 
 Connections use the standard library's TLS, with a certificate that each server creates at startup. No authority signs
 the certificate: identity is proved by the shared-secret handshake (`core/wire/handshake.py`), whose purpose contains
-the certificate's digest. A man in the middle would have to present a different certificate, and the proofs of the two
-ends would then differ."""
+the certificate's digest. A man-in-the-middle attacker would have to present a different certificate, and the proofs of
+the two ends would then differ."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:
 
 
 def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
-    """Return the bytes of tensors, with eager blocks, on the stage that needs the most memory; None if the engine's
+    """Return the memory of tensors in bytes, with eager blocks, on the stage that needs the most; None if the engine's
     memory cannot be counted, or with `offload`, because a trace does not separate host memory."""
     if not is_counted(plan.spec.model, plan.offload) or plan.offload != "none":
         return None

@@ -136,7 +136,7 @@ class QueuedWork:
     after: Moment | None = None
     """A moment that its own stream must reach before the work may start."""
     moment: Moment | None = None
-    """The moment that this work marks, if any."""
+    """The event that this work records, if any."""
     duration_s: float = 0.0
     """Duration in virtual time."""
     queued_s: float = 0.0
