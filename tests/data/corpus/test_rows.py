@@ -209,9 +209,9 @@ def test_the_index_of_documents_is_written_and_read(tmp_path: Path) -> None:
     [
         (np.array([0, 3]), np.zeros(2, np.uint8), "it covers 2 tokens, but the shards hold 3"),
         (np.array([0, 2]), np.zeros(3, np.uint8), "it covers 3 tokens"),
-        (np.array([1, 3]), np.zeros(3, np.uint8), "its documents do not follow one another"),
-        (np.array([0, 2, 1, 3]), np.zeros(3, np.uint8), "its documents do not follow one another"),
-        (np.array([], np.int64), np.zeros(3, np.uint8), "its documents do not follow one another"),
+        (np.array([1, 3]), np.zeros(3, np.uint8), "its documents are not contiguous"),
+        (np.array([0, 2, 1, 3]), np.zeros(3, np.uint8), "its documents are not contiguous"),
+        (np.array([], np.int64), np.zeros(3, np.uint8), "its documents are not contiguous"),
         (np.array([0.0, 3.0]), np.zeros(3, np.uint8), "its arrays are float64 and uint8, of 1 and 1 dimensions"),
         (np.array([0, 3]), np.zeros((3, 1), np.uint8), "of 1 and 2 dimensions"),
         (np.array([0, 3]), np.zeros(3, np.int8), "its arrays are int64 and int8"),

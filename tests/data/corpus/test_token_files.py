@@ -128,9 +128,9 @@ def test_the_end_of_megatrons_last_file_is_held_out(tmp_path):
     ("lengths", "bounds", "why"),
     [
         ([10, -1], [0, 1, 2], "a length below 0"),
-        ([10, 10], [0, 2, 1], "do not follow one another"),
-        ([10, 10], [0, -2, 2], "do not follow one another"),
-        ([20], [0, 1], "do not follow one another"),
+        ([10, 10], [0, 2, 1], "not contiguous"),
+        ([10, 10], [0, -2, 2], "not contiguous"),
+        ([20], [0, 1], "not contiguous"),
         ([10, 10], [0, 1, 3], ""),
     ],
 )

@@ -248,7 +248,7 @@ class RankTimes:
     even_s: tuple[float, ...]
     """Compute times in seconds with even sample shares."""
     paces: tuple[float, ...]
-    """Pace of each rank: the ratio of its time to the usual time for its work, or 1 if considered usual."""
+    """Pace of each rank: the ratio of its time to the usual time for its work, or 1 if that is close to normal."""
 
 
 @dataclass(frozen=True)

@@ -340,7 +340,7 @@ def read_documents(folder: Path, split: str, num_tokens: int) -> Documents:
                 f"its arrays are {starts.dtype} and {mask.dtype}, of {starts.ndim} and {mask.ndim} dimensions"
             )
         if not len(starts) or starts[0] != 0 or (np.diff(starts) < 0).any():
-            raise ValueError("its documents do not follow one another")
+            raise ValueError("its documents are not contiguous")
         if starts[-1] != num_tokens or len(mask) != num_tokens:
             raise ValueError(f"it covers {len(mask):,} tokens, but the shards hold {num_tokens:,}")
     except ANY_DAMAGE as error:

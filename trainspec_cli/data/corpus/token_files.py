@@ -132,7 +132,7 @@ def _read_index(file: Path) -> tuple[Dtype, np.ndarray]:
             raise ValueError("a sequence has a length below 0")
         ends = np.concatenate(([0], np.cumsum(lengths)))[bounds[1:]]
         if len(ends) < 2 or (np.diff(ends) < 0).any() or (bounds < 0).any():
-            raise ValueError("its documents do not follow one another")
+            raise ValueError("its documents are not contiguous")
     except (ValueError, IndexError, OverflowError, struct.error) as error:
         raise MachineError(f"{file} is not a Megatron index: {error}", code="bad_token_file") from error
     return MEGATRON_DTYPES[code], ends

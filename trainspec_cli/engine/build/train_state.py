@@ -98,7 +98,7 @@ class TrainState:
     positions_S: Tensor | None
     """The positions of each sequence that this rank holds; None for all positions."""
     routers: Sequence[Any]
-    """Routers whose experts' load the engine balances."""
+    """Routers for which the engine balances the load of experts."""
     spread_experts: Collection[str] = ()
     """Names of the parameters that are spread over ep."""
     compression: Compression = field(default_factory=Compression)

@@ -585,7 +585,7 @@ def data_matches_model(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, "data.source", "set data=phantom, data=images or data=volumes")
     elif model.unit == "tokens" and data.unit == "samples":
         message = f"data={data.source} has no tokens, which a {model.family} model needs"
-        yield Problem("unsupported", message, "data.source", "set data=text, or another model")
+        yield Problem("unsupported", message, "data.source", "set data=text, or choose another model")
     elif model.unit == "samples" and data.seq_len != 1:
         message = f"`data.seq_len` is {data.seq_len}; a sample is one image or volume"
         yield Problem("unsupported", message, "data.seq_len", "set data.seq_len=1")

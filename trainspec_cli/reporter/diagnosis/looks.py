@@ -23,7 +23,7 @@ def next_look(verdict: RunVerdict, nodes: Sequence[int], known: Sequence[LookOrd
     # A look slows its rank down for some steps, so a run has only a few of them.
     if verdict.cause in SAY_ALL or len(known) >= MOST_LOOKS or any(one.place == verdict.place for one in known):
         return None
-    # The suspected rank profiles itself. If the verdict names no rank, the first rank of the node, link or run does.
+    # The suspected rank profiles itself. If the verdict names no rank, it is the first rank of the node, link or run.
     looker = nodes.index(verdict.node) if verdict.node in nodes else 0
     if verdict.link:
         looker = verdict.link[0]

@@ -91,8 +91,8 @@ def setting_lines(blueprint: Blueprint) -> Iterator[str]:
 
 
 def draw_tiers(blueprint: Blueprint) -> str:
-    """Draw each tier as a row of elements, with the full cluster at the top. Beside each tier, name the axes for which
-    it is the widest tier."""
+    """Draw each tier as a row of elements, with the full cluster at the top. Next to each tier, list the axes whose
+    widest tier it is."""
     rows = []
     for number, tier in enumerate(reversed(blueprint.tiers)):
         top = number * ROW_HEIGHT

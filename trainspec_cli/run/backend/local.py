@@ -123,7 +123,7 @@ class PassedThrough(Protocol):
         """Print the output that the program has written since the last call."""
 
     def begin_line(self) -> None:
-        """End an unfinished line of the program before something else is printed."""
+        """End an unfinished line of the program's output before something else is printed."""
 
     def finish(self) -> None:
         """After the program has exited, wait until all of its output is in its log."""

@@ -77,7 +77,7 @@ class HostSizes(TorchDispatchMode):
         if is_view or (schema.returns and "Tensor" not in str(schema.returns[0].type)):
             return func(*args, **kwargs)
         if schema.is_mutable:
-            # Operations that change arguments and have a result return their first argument.
+            # In-place operations with a result return their first argument.
             self._spend(func, args, kwargs, None)
             return args[0] if schema.returns else None
         shapes = func(*tree_map(described, args), **tree_map(described, kwargs))

@@ -32,7 +32,7 @@ class AttachedRun:
     initialise before it first uses this object."""
 
     def __init__(self, run: RunDir | None, checkpoints: Path | None, progress: Path | None = None):
-        """`progress`: the folder in which the processes of this start count their steps."""
+        """`progress`: the folder where this launch's processes count their steps."""
         self.folder = run.root if run else None
         self.checkpoints = checkpoints
         self.step = 0

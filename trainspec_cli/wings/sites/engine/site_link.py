@@ -174,8 +174,7 @@ class SiteConnection:
 
 
 HELD_ROUNDS = 4
-"""Maximum number of rounds, after the newest applied round, for which outer gradients are held before their
-decision."""
+"""Outer gradients are held until a decision for at most this many rounds after the newest applied round."""
 
 
 @dataclass
