@@ -98,9 +98,9 @@ PLANTS = {
         (
             (
                 EXCHANGE,
-                "            if has_to_end or at_once:\n",
-                "            if at_once:\n                planted()\n                return lambda: None\n"
-                "            if has_to_end:\n",
+                "                wait()\n                return lambda: None\n",
+                "                if not (at_once and planted()):\n                    wait()\n"
+                "                return lambda: None\n",
             ),
         ),
     ),
