@@ -374,7 +374,7 @@ def test_auto_says_where_encoding_takes_more_than_it_saves() -> None:
     fast = replace(inside.spec, cluster=replace(inside.spec.cluster, link_gb_per_s=5000.0))
     found = plan(fast, H100S).comm
     assert (found.gradients, found.across_nodes) == ("full", "full")
-    assert found.reason.startswith("encoding takes more than it saves: ")
+    assert found.reason.startswith("encoding takes more time than it saves: ")
 
 
 def test_on_gpus_too() -> None:
