@@ -248,7 +248,6 @@ def test_a_decoder_layer_on_a_rank_of_two_by_two() -> None:
         "counted_kernels": embedded,
         "kernels": 4,
         "tp_bytes": 160,
-        "tp_exchanges": 0.5,
         "params": 32 * 8 / 2,
     }
     assert told(head_work(LLAMA, 10.0, CUT)) == {
@@ -262,7 +261,7 @@ def test_a_decoder_layer_on_a_rank_of_two_by_two() -> None:
         ),
         "kernels": 12,
         "tp_bytes": 160,
-        "tp_exchanges": 0.5,
+        "tp_exchanges": 1,
         "params": 16 * 8,
         "saved_bytes": 4 * 10 * 4,
         "input_bytes": 2 * 10 * 4,

@@ -199,7 +199,7 @@ def exchanges_of(
     return tuple(found)
 
 
-def _mean(messages: Iterable[tuple[float, int]]) -> tuple[float, int]:
+def _mean(messages: Iterable[tuple[float, float]]) -> tuple[float, float]:
     """Return (mean bytes per message, number of messages) from (bytes, count) pairs, ignoring empty messages."""
     sent = [(size, number) for size, number in messages if size > 0]
     number = sum(number for _, number in sent)

@@ -582,10 +582,14 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     parts = list(map(LayersPart.total, mixers))
     places = {kind: place for place, kind in enumerate(kinds)}
     order = list(map(places.__getitem__, map(id, layers)))
-    head = part_of(head_work(model, setup.tokens, layout), setup, rates, groups, eff)
+    works = [embedding_work(model, setup.tokens, layout), head_work(model, setup.tokens, layout)]
+    if setup.software.counted:
+        # The embedding is summed only in the forward, and the gradient of the head's input only in the backward. The
+        # fitted factors of other frameworks include both in the head.
+        works = [work and replace(work, tp_exchanges=0.5) for work in works]
+    embedding, head = (part_of(work, setup, rates, groups, eff) for work in works)
     if setup.software.counted and setup.trainable >= 1.0 and model.unit == "tokens":
         head = replace(head, memory_b=head.memory_b + head_gradient_s(setup, rates, eff))
-    embedding = part_of(embedding_work(model, setup.tokens, layout), setup, rates, groups, eff)
     once = MicroBatch.of(parts, order, embedding, head, rates, mixers)
     if model.prediction_layers:  # each prediction layer adds a layer and a head on the last stage
         head = head.plus(head.plus(once.layer), model.prediction_layers)

@@ -240,9 +240,7 @@ def embedding_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | No
         pass_bytes=4.0 * tokens * model.hidden_size / split,
         counted_kernels=(forward, Counter([looked_up + table_bytes, *cut])),
         kernels=4,
-        # Summed over the ranks' parts of the vocabulary in the forward only, like the head's input in the backward only
         tp_bytes=2.0 * tokens * model.hidden_size,
-        tp_exchanges=0.5,
         params=params,
     )
 
@@ -273,7 +271,7 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
         counted_kernels=(forward, Counter([6.0 * tokens * hidden / split, 4.0 * tokens * hidden])),
         kernels=12,
         tp_bytes=2.0 * tokens * hidden,
-        tp_exchanges=0.5,
+        tp_exchanges=1,
         params=0.0 if tied else vocab * hidden,
         saved_bytes=4.0 * tokens * hidden / split,
         input_bytes=2.0 * tokens * hidden / split,

@@ -642,9 +642,11 @@ def loss_parts(run: EngineRun, model: TextModel) -> tuple[float, float, float]:
     values = 4.0 * (narrow + (run.layout.tp == 1))
     if run.compiled and run.layout.tp == 1:
         values = 0.0
-    temporaries = min(tokens, chunk) * rows * values
-    if tokens <= group:  # with a single group, the gradient is allocated after its chunks
-        temporaries -= 4.0 * table
+    # The gradient is allocated after the first group's chunks. A later group can be smaller.
+    temporaries = min(tokens, chunk) * rows * values - 4.0 * table
+    if tokens > group:
+        later = min(group, tokens - group)
+        temporaries = max(temporaries, min(later, chunk) * rows * values - (group - later) * rows * width)
     return group * rows * width, temporaries, table * width if narrow else 0.0
 
 
