@@ -53,6 +53,7 @@ UNITS = {
     "_usd_per_kwh": "US dollars per kWh",
     "_usd_per_hour": "US dollars per hour",
     "_usd_per_device_hour": "US dollars per device-hour",
+    "_usd_per_device_year": "US dollars per device-year",
     "_gbit_s": "Gbit/s",
     "_bytes_per_s": "bytes/s",
     "_exponentials_per_s": "1e12/s",

@@ -209,7 +209,7 @@ class SlowNodes:
 
     @property
     def _plan_without(self) -> Plan | None:
-        """Return the plan of the run with one node fewer, or None, or while it is still being
+        """Return the plan of the run with one node fewer; None if no layout fits or while it is still being
         computed."""
         if self._spare is not None:
             return self._plan

@@ -236,10 +236,20 @@ def test_selective_recomputation_repeats_all_but_products_and_attention() -> Non
     groups = axis_groups(layout, setup_of(layout).fabric, EFF)
     (part,) = rank_parts(micro_batch(setup_of(layout), groups, EFF), layout)
     assert none.recompute_s == 0 and selective.recompute_s == pytest.approx(8 * part.layers.memory_f)
-    assert selective.tp_comm_s - none.tp_comm_s == pytest.approx(8 * (part.layers.tp + part.layers.again))
+    assert selective.tp_comm_s - none.tp_comm_s == pytest.approx(8 * (part.layers.tp + part.layers.tp_again))
     # Repeated exchanges are not hidden, except for the last of a block, which is not repeated.
-    added_s = 8 * (part.layers.memory_f + part.layers.tp + part.layers.again)
+    added_s = 8 * (part.layers.memory_f + part.layers.tp + part.layers.tp_again)
     assert selective.total_s - none.total_s == pytest.approx(added_s, rel=1e-3)
+
+
+def test_repeated_messages_of_a_ring_are_not_attributed_to_tensor_parallelism() -> None:
+    layout = Layout(cp=4)
+    none, full = (estimate_step(setup_of(layout, recompute=RECOMPUTE[name]), EFF) for name in ("none", "full"))
+    groups = axis_groups(layout, setup_of(layout).fabric, EFF)
+    (part,) = rank_parts(micro_batch(setup_of(layout), groups, EFF), layout)
+    assert part.layers.cp_again != 0
+    assert (none.tp_comm_s, full.tp_comm_s) == (0.0, 0.0)
+    assert full.cp_comm_s - none.cp_comm_s == pytest.approx(8 * (part.layers.cp + part.layers.cp_again))
 
 
 def test_full_recomputation_ends_before_the_last_product_of_a_block() -> None:

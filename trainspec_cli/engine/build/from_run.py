@@ -41,7 +41,7 @@ def read_run_model(run: RunDir, step: int) -> Any:
     `read_run_weights`, and RecipeError for adapters or for user-defined blocks whose file has changed."""
     spec = read_plan(run).spec
     if spec.lora.rank:
-        message = f"{run.root} trained adapters, which read_model does not merge"
+        message = f"{run.root} trained adapters, which load_model does not merge"
         hint = "trainspec export RUN --output FOLDER merges them; read_weights reads them as they are"
         raise RecipeError(Problem("unsupported", message, "lora.rank", hint))
     # Changed code with the same parameter shapes would load without an error, but compute something else.

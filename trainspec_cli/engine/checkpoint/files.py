@@ -172,7 +172,7 @@ class Box(Protocol):
 
 
 def overlap(ours: Box, theirs: Box) -> list[Span] | None:
-    """Return the overlap of two parts of a tensor as a span per dim, or None, [] for a scalar."""
+    """Return the overlap of two parts of a tensor as a span per dim; None if they do not overlap, [] for a scalar."""
     spans = [
         (max(our_start, their_start), min(our_start + our_size, their_start + their_size))
         for our_start, our_size, their_start, their_size in zip(

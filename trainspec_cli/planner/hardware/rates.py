@@ -55,8 +55,8 @@ class Efficiency:
     """Rate of fused attention relative to the sustained bf16 matmul rate."""
     attention_backward: float = 0.605
     attention_older: float = 0.626
-    """Rate of attention kernels written for the previous chip generation (without Hopper or later instructions),
-    relative to the same matmul rate."""
+    """Rate of attention kernels written for the previous chip generation, relative to those written for the chip's own;
+    applied once per generation."""
     exponentials: float = 0.497
     """Fraction of attention's exponentials that its matrix multiplications do not hide."""
     memory: float = 0.877

@@ -393,9 +393,9 @@ class EngineStep:
 
     def _repeated(self, part: LayersPart) -> tuple[float, float]:
         """Return the seconds of forward work and of exchanges that the backward of these layers repeats."""
-        work_s = recompute_part_s(replace(part, tp=0.0, cp=0.0, ep=0.0, again=0.0), self._again)
+        work_s = recompute_part_s(replace(part, tp=0.0, tp_again=0.0, cp=0.0, cp_again=0.0, ep=0.0), self._again)
         work_s -= self._again.full * self._again.layers * part.unrepeated
-        waits_s = part.tp + part.cp + part.ep + part.again
+        waits_s = part.tp + part.tp_again + part.cp + part.cp_again + part.ep
         return work_s, (self._again.elementwise > 0) * self._again.layers * waits_s
 
     def _with_work(self, unit: FsdpUnit, part: LayersPart) -> FsdpUnit:
@@ -465,8 +465,9 @@ class EngineStep:
 
     def _late_sums_s(self, rank: int, part: LayersPart) -> tuple[float, float]:
         """Return the times in seconds of copies and of exchanges for gradients that are summed only once per step,
-        after the passes. These are the gradients of experts that all tp ranks hold, and those of a tied embedding,
-        which are summed between the first and the last stage."""
+        after the passes. These are the gradients of experts that all tp ranks hold, those of a tied embedding, which
+        are summed between the first and the last stage, and with sequence parallelism those of norms and routers, of
+        which only the kernels take time."""
         layout = self.setup.layout
         model = self.setup.model
         exchange_s = copies_s = 0.0
@@ -581,8 +582,8 @@ class EngineStep:
             matmul_s=micro * (part.matmul_f + part.matmul_b),
             attention_s=micro * (part.attention_f + part.attention_b),
             recompute_s=micro * self._repeated(layers)[0],
-            tp_comm_s=micro * (PASSES["tp"] * part.tp + repeats * (layers.tp + layers.again)),
-            cp_comm_s=micro * (PASSES["cp"] * part.cp + repeats * layers.cp),
+            tp_comm_s=micro * (PASSES["tp"] * part.tp + repeats * (layers.tp + layers.tp_again)),
+            cp_comm_s=micro * (PASSES["cp"] * part.cp + repeats * (layers.cp + layers.cp_again)),
             ep_comm_s=micro * (PASSES["ep"] * part.ep + repeats * layers.ep),
         )
         busy = replace(

@@ -208,8 +208,9 @@ class LayersPart:
     ep: float = 0.0
     params: float = 0.0
     expert_params: float = 0.0
-    again: float = 0.0
-    """Exposed communication of a forward that is repeated, less that of `tp`, `cp` and `ep`."""
+    tp_again: float = 0.0
+    """Exposed communication of a repeated forward in addition to `tp`, and `cp_again` in addition to `cp`."""
+    cp_again: float = 0.0
     unrepeated: float = 0.0
     """Time of a block's last product, which full recomputation leaves out, because no backward needs its result."""
 
@@ -228,7 +229,8 @@ class LayersPart:
             self.ep + times * other.ep,
             self.params + times * other.params,
             self.expert_params + times * other.expert_params,
-            self.again + times * other.again,
+            self.tp_again + times * other.tp_again,
+            self.cp_again + times * other.cp_again,
             self.unrepeated + times * other.unrepeated,
         )
 
@@ -334,7 +336,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     waits = work.serial_kernels * eff.kernel_s
 
     if software.counted and not setup.fabric.speaks_gloo and not setup.tabled:
-        tp, cp, ep, again = _engine_exchanges_s(work, attention_f, attention_b, setup, rates, groups, eff)
+        tp, cp, ep, tp_again, cp_again = _engine_exchanges_s(work, attention_f, attention_b, setup, rates, groups, eff)
     else:
         copies = work.expert_copies if software.grouped_experts else 1
         first = 1 / setup.layout.tp  # a ring's first chunk, before any matrix multiplication can start
@@ -346,7 +348,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         cp = all_gather_s(groups["cp"], work.cp_bytes, eff) * (1 - eff.cp_overlap)
         # Tokens are sent to their experts, and the results are sent back.
         ep = slow * 2 * all_to_all_s(groups["ep"], work.ep_bytes, copies, eff) * (1 - hidden_ep)
-        again = 0.0
+        tp_again = cp_again = 0.0
     return LayersPart(
         matmul_f=slow * products,
         matmul_b=slow * backward,
@@ -361,7 +363,8 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         ep=ep,
         params=work.params,
         expert_params=work.expert_params,
-        again=again,
+        tp_again=tp_again,
+        cp_again=cp_again,
         unrepeated=times[-1][0] if work.tp_last and times and not work.expert_params else 0.0,
     )
 
@@ -380,9 +383,9 @@ def _engine_exchanges_s(
     rates: Rates,
     groups: dict[str, Group],
     eff: Efficiency,
-) -> tuple[float, float, float, float]:
-    """Return the exposed exchanges of trainspec's engine in seconds (`LayersPart`'s tp, cp, ep and again). The engine
-    waits for every exchange, except while it computes weight gradients or a part of ring attention."""
+) -> tuple[float, float, float, float, float]:
+    """Return the exposed exchanges of trainspec's engine in seconds: `LayersPart`'s tp, cp, ep, tp_again and cp_again.
+    The engine waits for every exchange, except while it computes weight gradients or a part of ring attention."""
     layout = setup.layout
     split = layout.sequence_parallel
     whole = work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff)
@@ -427,14 +430,14 @@ def _engine_exchanges_s(
 
     # Each copy of a token is sent to its expert, and the results are sent back.
     ep = 2 * all_to_all_s(groups["ep"], work.ep_bytes, 1, eff)
-    return tp, cp, ep, tp_again - tp + cp_f - cp
+    return tp, cp, ep, tp_again - tp, cp_f - cp
 
 
 def recompute_part_s(part: LayersPart, again: Recompute) -> float:
     """Return the time of the forward work recomputed in the backward, with its communication if it includes matmuls."""
     work = again.matmul * part.matmul_f + again.attention * part.attention_f + again.elementwise * part.memory_f
     if again.full:
-        work += part.tp + part.cp + part.ep + part.again
+        work += part.tp + part.tp_again + part.cp + part.cp_again + part.ep
     return again.layers * work
 
 

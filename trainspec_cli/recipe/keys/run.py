@@ -371,8 +371,8 @@ class RunSpec:
     compile: bool = False
     """Compile each block with torch.compile."""
     recompute: Recompute | Auto = "none"
-    """Activations to recompute in the backward: `selective` those of the attention core, `full` those of an entire
-    block."""
+    """Activations to recompute in the backward: `selective` all except the results of matmuls and attention (Megatron
+    and torchtitan: only those of the attention core), `full` those of an entire block."""
     offload: Offload | Auto = "none"
     """The part of the state that is kept in host memory while it is not in use."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)

@@ -344,7 +344,7 @@ UNPLANNED = (
     PlannedChange(FASTER, dict.fromkeys((*COMPUTE_PARTS, WAITING), 0.5)),
     PlannedChange("exchanges in half the time", {"exposed_comm": 0.5}),
 )
-"""Names of bounds that are based only on measured parts, which cannot distinguish bandwidth from latency."""
+"""Changes whose effect follows from measured parts alone, which cannot distinguish bandwidth from latency."""
 
 
 def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:

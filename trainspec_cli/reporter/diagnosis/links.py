@@ -51,9 +51,10 @@ DELAY_SHARE = 0.05
 """Delays that cost less than this fraction of a step are not reported. This may be less than the noise of the
 transfers, because the small exchange shows a delay in every step."""
 LOADED, OF_RTT = 0.2, 0.3
-"""Two conditions for attributing a longer latency to a link: ranks lack a processor for at most the first fraction of a
-step, and round-trip times account for at least the second fraction of the increase (summed over the exchange's round
-trips). Behind a relay, round-trip times show nothing. In that case, ranks must not lack a processor at all."""
+"""A longer latency is attributed to a link if the rise in round-trip time is at least the second fraction of it. The
+rise counts once per round trip of the exchange if ranks lack a processor for at most the first fraction of a step, and
+once otherwise. Behind a relay, where round-trip times show nothing, it is enough that ranks lack a processor no longer
+than that."""
 OF_NOISE = 0.5
 """If waiting for processors accounts for at least this fraction of a transfer's excess time, no link is blamed."""
 HELD_QUEUED_S = 1e-2

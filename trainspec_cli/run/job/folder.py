@@ -265,7 +265,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
 
 
 def find_owner(run: RunDir) -> Owner | None:
-    """Return the launch whose supervisor holds the claim, or None, or if that is unknown."""
+    """Return the launch whose supervisor holds the claim; None if no launch does or if that is unknown."""
     try:
         descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

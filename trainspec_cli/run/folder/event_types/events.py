@@ -694,8 +694,8 @@ def event_types() -> Mapping[str, type[Event]]:
 
 
 def parse_event(plain: Mapping[str, object]) -> Event:
-    """Return the event as a single line of text. Raises FieldError if a required field is missing or a field has the
-    wrong type."""
+    """Return the event that the values of a line describe. Raises FieldError if a required field is missing or a field
+    has the wrong type."""
     for key in ("type", "time"):
         if key not in plain:
             raise FieldError(f"it has no `{key}`")

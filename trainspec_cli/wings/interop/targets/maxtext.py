@@ -90,7 +90,7 @@ BY_FSDP = Where(lambda run: run["layout.zero_stage"] != 1 or run["derived.shards
 SCHEDULES = Choice({"cosine": "cosine", "wsd": "wsd", "constant": "cosine"})
 """MaxText has no constant schedule. A cosine that ends at its initial value replaces it, and `complete` recognises
 it."""
-SELECTIVE = "`minimal` keeps the outputs of matmuls; trainspec keeps the outputs of other operations"
+SELECTIVE = "`minimal` keeps the outputs of matmuls; trainspec also keeps those of attention"
 KEEPS_ALL = "MaxText always recomputes something: `minimal` keeps the outputs of matmuls"
 WARMUP = "MaxText's warm-up starts at 0, one update behind trainspec's"
 SHARDING = "XLA inserts the exchanges that the sharding rules require"
