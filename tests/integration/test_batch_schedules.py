@@ -44,7 +44,7 @@ def test_seesaw_trains_the_samples_of_the_recipe_in_the_steps_of_the_plan(trains
     assert all(size <= following for size, following in pairwise(sizes[:-1])) and max(sizes[:-1]) > BATCH
     refused = trainspec("resume", "run")
     assert refused.returncode == 2
-    assert f"has trained {40 * BATCH} samples" in " ".join((refused.stdout + refused.stderr).split())
+    assert f"has trained on {40 * BATCH} samples" in " ".join((refused.stdout + refused.stderr).split())
 
 
 @pytest.mark.slow

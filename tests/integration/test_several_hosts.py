@@ -228,7 +228,7 @@ def test_a_slow_host_is_left_out_and_the_run_goes_on_without_it(start_hosts, tra
     assert starts == [(0, 3), (given["step"], 2)]
     last = max(steps_of(run))
     assert steps_of(run) == list(range(1, last + 1)), "no step twice, none left out"
-    assert f"step {given['step']}: node 2 is left out" in trainspec("report", "run").stdout
+    assert f"step {given['step']}: node 2 is dropped" in trainspec("report", "run").stdout
     alone = trainspec("launch", *recipe, f"train.max_steps={last}", "run.dir=alone")
     assert alone.returncode == 0, alone.stdout + alone.stderr
     assert losses(run) == pytest.approx(losses(RunDir(tmp_path / "alone")), rel=1e-4)
