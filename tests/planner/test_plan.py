@@ -14,7 +14,8 @@ from trainspec_cli.planner.hardware.cluster import axis_groups, efficiency_of
 from trainspec_cli.planner.memory.predict import feedback_bytes
 from trainspec_cli.planner.plan import choose_micro_batch, in_engine_format, plan, resolve_layout
 from trainspec_cli.planner.this_machine import predict_device, setup_of
-from trainspec_cli.planner.time.step import estimate_step, gather_s, scatter_s, sum_s
+from trainspec_cli.planner.time.data_parallel import gather_s, scatter_s, sum_s
+from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec, Machine
 from trainspec_cli.recipe.keys.kernels import KernelSpec
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec

@@ -14,7 +14,8 @@ from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.memory.engine.step import loss_bytes, outer_bytes_of, run_of
 from trainspec_cli.planner.memory.predict import feedback_bytes, memory_limit_bytes, predict_memory
 from trainspec_cli.planner.setup import RECOMPUTE, UPDATE_BYTES, Setup, matrix_share, moment_bytes, newton_schulz_flops
-from trainspec_cli.planner.time.step import ENCODING_BYTES, GRADIENT_BYTES, assemble_step, micro_batch
+from trainspec_cli.planner.time.data_parallel import ENCODING_BYTES, GRADIENT_BYTES
+from trainspec_cli.planner.time.step import assemble_step, micro_batch
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.model import DecoderModel, loss_chunk_tokens, loss_group_tokens
 from trainspec_cli.recipe.keys.training import WireFormat

@@ -24,6 +24,7 @@ from trainspec_cli.planner.hardware.cluster import (
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
 from trainspec_cli.planner.pipeline import replay
 from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup, Software
+from trainspec_cli.planner.time.data_parallel import across_groups_s, exchanges_of
 from trainspec_cli.planner.time.samples import StepParts, step_parts
 from trainspec_cli.planner.time.step import (
     PASSES as EXCHANGES,
@@ -32,14 +33,12 @@ from trainspec_cli.planner.time.step import (
     LayersPart,
     MicroBatch,
     Rates,
-    across_groups_s,
     alignment,
     assemble_step,
     attention_s,
     bubble_s,
     data_parallel_s,
     estimate_step,
-    exchanges_of,
     gemm_s,
     host_wait_s,
     micro_batch,

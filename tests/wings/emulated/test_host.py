@@ -8,7 +8,7 @@ import resource
 import pytest
 import torch
 
-from trainspec_cli.planner.time.step import HOST_BYTES_PER_S
+from trainspec_cli.planner.time.data_parallel import HOST_BYTES_PER_S
 from trainspec_cli.wings.emulated.engine import host
 from trainspec_cli.wings.emulated.engine.host import HostMemory, HostSizes
 from trainspec_cli.wings.emulated.engine.streams import HOST

@@ -34,11 +34,11 @@ from trainspec_cli.planner.memory.predict import (
 from trainspec_cli.planner.pipeline import cut, is_open
 from trainspec_cli.planner.search.space import Space, one_group
 from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software, changed
+from trainspec_cli.planner.time.data_parallel import exchanges_of
 from trainspec_cli.planner.time.step import (
     EIGHT_BIT,
     MicroBatch,
     TimedRank,
-    exchanges_of,
     layer_s,
     mean_times,
     micro_batch,

@@ -30,22 +30,20 @@ from trainspec_cli.planner.memory.engine.blocks import experts_kernels
 from trainspec_cli.planner.memory.engine.units import Unit, block_unit, experts_unit, outside_unit, whole_experts
 from trainspec_cli.planner.pipeline import Action, Kind, actions, alike_ranks, cut_layers, ends_of_ranks_s
 from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup
+from trainspec_cli.planner.time.data_parallel import gather_s, scatter_s, sum_s
 from trainspec_cli.planner.time.step import (
     PASSES,
     LayersPart,
     MicroBatch,
     RankParts,
     between_steps_s,
-    gather_s,
     host_wait_s,
     kernels_s,
     moved_s,
     optimizer_s,
     rank_parts,
     recompute_part_s,
-    scatter_s,
     shape_of,
-    sum_s,
     waiting_share,
 )
 from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel, Layer, TextModel, has_layer_list

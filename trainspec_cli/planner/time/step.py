@@ -20,10 +20,7 @@ from trainspec_cli.planner.hardware.cluster import (
     all_reduce_s,
     all_to_all_s,
     axis_groups,
-    group_of,
     group_of_ranks,
-    latency_s,
-    reduce_scatter_s,
     send_s,
 )
 from trainspec_cli.planner.hardware.rates import (
@@ -34,11 +31,11 @@ from trainspec_cli.planner.hardware.rates import (
 from trainspec_cli.planner.memory.engine.blocks import Shape, block_layout, mixer_kernels, ring_turn_kernels
 from trainspec_cli.planner.pipeline import LayerTimes, cut_layers
 from trainspec_cli.planner.setup import UPDATE_BYTES, WIRE_BYTES, Recompute, Setup, matrix_share, newton_schulz_flops
+from trainspec_cli.planner.time.data_parallel import HOST_BYTES_PER_S, OFFLOADED_BYTES, exchanges_of, exposed_s
 from trainspec_cli.planner.workload import Gemm, Kernels, Work, embedding_work, head_work, layer_works
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import Layer, TextModel, has_layer_list, loss_chunk_tokens, loss_group_tokens
-from trainspec_cli.recipe.keys.training import WireFormat
 from trainspec_cli.recipe.results.plan import StepTime
 
 FUSED_LOSS = 1 / 3
@@ -59,11 +56,6 @@ EAGER_CAST_KERNELS = 13
 REARRANGED_BYTES = 2.0
 """Memory traffic per value of a copy in fp8 that changes the memory order: in the backward, the kernel needs weights
 and inputs in column order."""
-HOST_BYTES_PER_S = 100e9
-"""Memory bandwidth of the host for one device's offloaded update."""
-OFFLOADED_BYTES = 4.0
-"""Bytes per offloaded parameter, and per gradient of an offloaded parameter: FSDP2 converts parameters to the compute
-format on the device, and gradients to fp32 before they leave it."""
 APART_BYTES = 10.0
 """Memory traffic per weight of a separate kernel that reads a 2-byte gradient and adds it to a 4-byte sum, which is
 read and written."""
@@ -306,57 +298,22 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     backward_s = (2 - work.leaf) * forward_s
     if counted and work.counted_kernels is not None:
         forward_s, backward_s = (kernels_s(kernels, rates, eff) for kernels in work.counted_kernels)
-    # Inputs of matrix multiplications in 8 bits or fewer are scaled and cast: 2 bytes are read, and two copies written
-    # (one transposed).
-    casts = 0.0
-    if setup.matmul in EIGHT_BIT:
-        share = 1.0 / setup.grad_accum  # weights are cast once per step
-        elements = sum((g.m * g.k + share * g.k * g.n) * g.count for g in work.gemms if g.wide)
-        casts = eff.cast_fp8 * elements * (2.0 + 2.0 * rates.wide_element_bytes) / rates.memory
-    casts = slow * casts
-    kernels = float(work.kernels)
-    if setup.lora.is_quantised:  # frozen weights are dequantised before each matrix multiplication
-        each = NF4_FUSED_BYTES if software.fused_kernels else NF4_TRAFFIC_BYTES
-        casts += each * sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms if gemm.wide) / rates.memory
-        kernels += NF4_KERNELS * len(work.gemms)
-    casts_b = casts
-    if counted and setup.matmul == "fp8":
-        given = sum((gemm.m + gemm.n) * gemm.k * gemm.count for gemm in gemms if gemm.wide)
-        outputs = sum(gemm.m * gemm.n * gemm.count for gemm in gemms if gemm.wide)
-        # The fp32 copies are too large to stay in the cache.
-        byte_s = 1 / rates.memory + eff.issue / rates.load_store
-        launched = 2 * EAGER_CAST_KERNELS * sum(gemm.count for gemm in gemms if gemm.wide)
-        casts = EAGER_CAST_BYTES * given * byte_s + launched * eff.kernel_s
-        casts_b = EAGER_CAST_BYTES * (given + 2 * outputs) * byte_s + 2 * launched * eff.kernel_s
-        casts_b += REARRANGED_BYTES * given * byte_s
-        kernels += launched
-    else:
-        # Each expert's inputs and weights are cast separately, even if a grouped kernel multiplies them.
-        kernels += CAST_KERNELS.get(setup.matmul, 0) * sum(gemm.count for gemm in work.gemms if gemm.wide)
+    casts_f, casts_b, cast_kernels = _casts_s(work, gemms if counted else None, slow, setup, rates, eff)
     waits = work.serial_kernels * eff.kernel_s
 
     if software.counted and not setup.fabric.speaks_gloo and not setup.tabled:
         tp, cp, ep, tp_again, cp_again = _engine_exchanges_s(work, attention_f, attention_b, setup, rates, groups, eff)
     else:
-        copies = work.expert_copies if software.grouped_experts else 1
-        first = 1 / setup.layout.tp  # a ring's first chunk, before any matrix multiplication can start
-        hidden_tp = eff.tp_overlap * (1 - first) if software.overlap_tp else 0.0
-        hidden_ep = eff.ep_overlap
-        if groups["ep"].crosses and software.grouped_experts:
-            hidden_ep = eff.ep_overlap_network
-        tp = work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff) * (1 - hidden_tp)
-        cp = all_gather_s(groups["cp"], work.cp_bytes, eff) * (1 - eff.cp_overlap)
-        # Tokens are sent to their experts, and the results are sent back.
-        ep = slow * 2 * all_to_all_s(groups["ep"], work.ep_bytes, copies, eff) * (1 - hidden_ep)
+        tp, cp, ep = _exchanges_s(work, slow, setup, groups, eff)
         tp_again = cp_again = 0.0
     return LayersPart(
         matmul_f=slow * products,
         matmul_b=slow * backward,
         attention_f=attention_f,
         attention_b=attention_b,
-        memory_f=forward_s + casts + waits,
+        memory_f=forward_s + casts_f + waits,
         memory_b=0.0 if work.frozen else backward_s + casts_b,
-        kernels=kernels,
+        kernels=work.kernels + cast_kernels,
         experts=work.experts,
         tp=tp,
         cp=cp,
@@ -373,6 +330,58 @@ def kernels_s(kernels: Kernels, rates: Rates, eff: Efficiency) -> float:
     """Return the time of kernels whose traffic is stated for 2 bytes per element."""
     scale = rates.element_bytes / 2
     return sum(number * moved_s(scale * moved_bytes, rates, eff) for moved_bytes, number in kernels.items())
+
+
+def _casts_s(
+    work: Work, counted: Sequence[Gemm] | None, slow: float, setup: Setup, rates: Rates, eff: Efficiency
+) -> tuple[float, float, float]:
+    """Return the time to cast operands in the forward and in the backward, in seconds, and the number of kernels that
+    do so. `counted`: the engine's own matrix multiplications, if its operations are counted."""
+    # Inputs of matrix multiplications in 8 bits or fewer are scaled and cast: 2 bytes are read, and two copies written
+    # (one transposed).
+    casts = 0.0
+    if setup.matmul in EIGHT_BIT:
+        share = 1.0 / setup.grad_accum  # weights are cast once per step
+        elements = sum((g.m * g.k + share * g.k * g.n) * g.count for g in work.gemms if g.wide)
+        casts = eff.cast_fp8 * elements * (2.0 + 2.0 * rates.wide_element_bytes) / rates.memory
+    casts = slow * casts
+    kernels = 0.0
+    if setup.lora.is_quantised:  # frozen weights are dequantised before each matrix multiplication
+        each = NF4_FUSED_BYTES if setup.software.fused_kernels else NF4_TRAFFIC_BYTES
+        casts += each * sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms if gemm.wide) / rates.memory
+        kernels += NF4_KERNELS * len(work.gemms)
+    if counted is None or setup.matmul != "fp8":
+        # Each expert's inputs and weights are cast separately, even if a grouped kernel multiplies them.
+        kernels += CAST_KERNELS.get(setup.matmul, 0) * sum(gemm.count for gemm in work.gemms if gemm.wide)
+        return casts, casts, kernels
+    given = sum((gemm.m + gemm.n) * gemm.k * gemm.count for gemm in counted if gemm.wide)
+    outputs = sum(gemm.m * gemm.n * gemm.count for gemm in counted if gemm.wide)
+    # The fp32 copies are too large to stay in the cache.
+    byte_s = 1 / rates.memory + eff.issue / rates.load_store
+    launched = 2 * EAGER_CAST_KERNELS * sum(gemm.count for gemm in counted if gemm.wide)
+    casts = EAGER_CAST_BYTES * given * byte_s + launched * eff.kernel_s
+    casts_b = EAGER_CAST_BYTES * (given + 2 * outputs) * byte_s + 2 * launched * eff.kernel_s
+    casts_b += REARRANGED_BYTES * given * byte_s
+    return casts, casts_b, kernels + launched
+
+
+def _exchanges_s(
+    work: Work, slow: float, setup: Setup, groups: dict[str, Group], eff: Efficiency
+) -> tuple[float, float, float]:
+    """Return the exposed exchanges of a layer along tp, cp and ep in the forward, in seconds, for frameworks that hide
+    fitted parts of them."""
+    software = setup.software
+    copies = work.expert_copies if software.grouped_experts else 1
+    first = 1 / setup.layout.tp  # a ring's first chunk, before any matrix multiplication can start
+    hidden_tp = eff.tp_overlap * (1 - first) if software.overlap_tp else 0.0
+    hidden_ep = eff.ep_overlap
+    if groups["ep"].crosses and software.grouped_experts:
+        hidden_ep = eff.ep_overlap_network
+    tp = work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff) * (1 - hidden_tp)
+    cp = all_gather_s(groups["cp"], work.cp_bytes, eff) * (1 - eff.cp_overlap)
+    # Tokens are sent to their experts, and the results are sent back.
+    ep = slow * 2 * all_to_all_s(groups["ep"], work.ep_bytes, copies, eff) * (1 - hidden_ep)
+    return tp, cp, ep
 
 
 def _engine_exchanges_s(
@@ -450,68 +459,6 @@ def own_work_s(part: LayersPart) -> float:
 def layer_s(part: LayersPart, again: Recompute) -> float:
     """Return the time of one micro-batch through layers in seconds, forward and backward, with recomputation."""
     return own_work_s(part) + recompute_part_s(part, again)
-
-
-# Cost of the data-parallel exchanges in each format: bytes sent, and encoding.
-#
-# Bytes per value match `engine/comm/codec.py`. Encoding is memory-bound: `ENCODING_BYTES` is the memory traffic per
-# value of one reduce-scatter, including feedback and decoding. On one EPYC core with 6 GB/s, the measured times are 21
-# ns per value in int8 and 25 ns in int4; the traffic predicts 14 and 21 ns.
-
-
-GRADIENT_BYTES: dict[WireFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
-"""Bytes per value, including the block's scale."""
-PARAMETER_BYTES: dict[WireFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 2048}
-ENCODING_BYTES: dict[WireFormat, float] = {"bf16": 16.0, "int8": 85.0, "int4": 125.0}
-SECOND_ENCODING = 0.5
-"""Relative cost of the second encoding in an all-reduce, where each rank encodes only its part of the sums but decodes
-all parts."""
-
-
-def scatter_s(group: Group, full_bytes: float, setup: Setup, eff: Efficiency) -> float:
-    """Return the duration in seconds of a reduce-scatter of gradients with `full_bytes` uncompressed bytes."""
-    return _gradients_s(group, full_bytes, setup, eff, passes=1, encodings=1.0)
-
-
-def sum_s(group: Group, full_bytes: float, setup: Setup, eff: Efficiency) -> float:
-    """Return the duration in seconds of an all-reduce of gradients."""
-    return _gradients_s(group, full_bytes, setup, eff, passes=2, encodings=1 + SECOND_ENCODING)
-
-
-def gather_s(group: Group, full_bytes: float, setup: Setup, eff: Efficiency) -> float:
-    """Return the duration in seconds of an all-gather of parameters with `full_bytes` uncompressed bytes (two per
-    parameter)."""
-    chosen = setup.software.wire.parameters
-    if chosen == "full":
-        return all_gather_s(group, full_bytes, eff)
-    values = full_bytes / 2.0
-    return all_gather_s(group, values * PARAMETER_BYTES[chosen], eff) + _encoding_s(group, chosen, values, setup, eff)
-
-
-def _gradients_s(
-    group: Group, full_bytes: float, setup: Setup, eff: Efficiency, *, passes: int, encodings: float
-) -> float:
-    wire = setup.software.wire
-    chosen = wire.across_nodes if group.crosses else wire.gradients
-    if chosen == "full":
-        full_s = reduce_scatter_s if passes == 1 else all_reduce_s
-        return full_s(group, full_bytes, eff)
-    values = full_bytes / setup.software.reduce_bytes
-    exchange_s = all_gather_s(group, values * GRADIENT_BYTES[chosen], eff)
-    return passes * exchange_s + encodings * _encoding_s(group, chosen, values, setup, eff)
-
-
-def _encoding_s(group: Group, chosen: WireFormat, values: float, setup: Setup, eff: Efficiency) -> float:
-    if group.size <= 1:
-        return 0.0
-    return ENCODING_BYTES[chosen] * values / memory_bytes_per_s(setup.fabric.chip, eff)
-
-
-PACKET_BYTES = 2**20
-"""Minimum size of a packet of gradients that crosses replica groups (`LARGE_BYTES` of
-`engine/elastic/cross_group.py`)."""
-BLOCK_MATRICES = 7
-"""Weight matrices per block: four in attention, three in a gated MLP."""
 
 
 @dataclass(frozen=True)
@@ -822,89 +769,6 @@ def orthogonalise_s(params: float, setup: Setup, rates: Rates, groups: dict[str,
     return UPDATE_BYTES["muon"] * hidden / rates.memory + flops / rate + travel_s
 
 
-@dataclass(frozen=True)
-class DataParallelExchange:
-    """The data-parallel exchanges of a step, in seconds, without any overlap."""
-
-    forward_s: float
-    """Time to gather parameters during a micro-batch's forward."""
-    backward_s: float
-    """Time to gather them again and to reduce gradients during the backward."""
-    times: int = 1
-    """Number of micro-batches with an exchange: all of them with ZeRO-3, otherwise one."""
-    across_s: float = 0.0
-    """Time to reduce over replicas, once per step, which overlaps with half of a backward."""
-    waited_s: float = 0.0
-    """Time per step during which the device has no work queued, because the host adds gradients (`offload`)."""
-
-
-def exchanges_of(
-    params: float, expert_params: float, setup: Setup, groups: dict[str, Group], eff: Efficiency
-) -> DataParallelExchange:
-    """Return the exchanges for a rank with this many parameters. `groups`: groups of the setup's layout.
-
-    Each replica group first reduces its gradients separately. Then ranks with the same number in their groups sum the
-    results over the groups."""
-    layout = setup.group_layout
-    number = setup.layout.dp_replicate // layout.dp_replicate
-    groups_s = 0.0
-    if setup.replica_groups != 1 and number > 1:
-        own = params / layout.shards + expert_params / layout.expert_shards
-        groups_s = across_groups_s(own, number, setup, eff)
-        groups = axis_groups(layout, setup.fabric, eff)
-    gradients = setup.trainable * setup.software.reduce_bytes
-    # Offloaded shards are copied to the device before they are gathered, and gradients are copied to the host after
-    # they are summed.
-    own = params / layout.shards + expert_params / layout.expert_shards
-    offloads = setup.offload_optimizer and setup.software.counted
-    copied_s = offloads * OFFLOADED_BYTES * own / (setup.fabric.host_link_gb_per_s * 1e9)
-    back_s = setup.trainable * copied_s
-    if layout.shards_parameters:
-        shard = groups["dp_shard"]
-        expert = groups["expert_dp"]
-        gather = gather_s(shard, 2.0 * setup.sharded * params, setup, eff)
-        gather += gather_s(expert, 2.0 * expert_params, setup, eff)
-        scatter = setup.trainable * scatter_s(shard, setup.software.reduce_bytes * params, setup, eff)
-        scatter += setup.trainable * scatter_s(expert, setup.software.reduce_bytes * expert_params, setup, eff)
-        across = sum_s(groups["dp_replicate"], gradients * params / shard.size, setup, eff)
-        forward_s = gather + copied_s
-        reduce_s = scatter + back_s
-        waited_s = 0.0
-        if offloads:
-            # After the first micro-batch, the host waits for each sum and adds it to earlier ones before it queues the
-            # next layer.
-            added_s = setup.trainable * 3 * OFFLOADED_BYTES * own / HOST_BYTES_PER_S
-            waited_s = (setup.grad_accum - 1) * (reduce_s + added_s)
-            reduce_s /= setup.grad_accum
-        across_s = across + groups_s
-        return DataParallelExchange(forward_s, forward_s + reduce_s, setup.grad_accum, across_s, waited_s)
-    dense = groups["dp"]
-    expert = groups["expert_dp"]
-    if layout.dp_shard == 1:  # DDP
-        reduce = sum_s(dense, params * gradients, setup, eff) + sum_s(expert, expert_params * gradients, setup, eff)
-        return DataParallelExchange(copied_s, reduce + back_s, across_s=groups_s)
-    reduce = scatter_s(dense, params * gradients, setup, eff)
-    reduce += scatter_s(expert, expert_params * gradients, setup, eff)
-    gather = gather_s(dense, params * setup.trainable * 2.0, setup, eff)
-    gather += gather_s(expert, expert_params * setup.trainable * 2.0, setup, eff)
-    return DataParallelExchange(gather + copied_s, reduce + back_s, across_s=groups_s)
-
-
-def across_groups_s(params: float, number: int, setup: Setup, eff: Efficiency) -> float:
-    """Return the time in seconds to sum the gradients of a rank's `params` over the replica groups, on the devices'
-    backend.
-
-    Packets (`engine/elastic/cross_group.py`) are sent one after another, so each one incurs the latency of a sum.
-    Matrices of `PACKET_BYTES` or more are separate packets. Offloaded gradients are copied to the device and back."""
-    group = group_of(setup.fabric, number, max(1, setup.fabric.num_devices // number), eff)
-    kept_bytes = 4.0 * setup.trainable * params
-    matrices = BLOCK_MATRICES * setup.model.num_layers / setup.layout.pp
-    packets = max(1.0, kept_bytes / max(PACKET_BYTES, kept_bytes / matrices))
-    summed_bytes = setup.trainable * setup.software.reduce_bytes * params
-    copied_s = 2 * summed_bytes / (setup.fabric.host_link_gb_per_s * 1e9) if setup.offload_optimizer else 0.0
-    return sum_s(group, summed_bytes, setup, eff) + (packets - 1) * 2 * latency_s(group, eff) + copied_s
-
-
 def data_parallel_s(part: LayersPart, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:
     """Return the exposed time in seconds of reducing gradients and gathering parameters."""
     forward = part.forward + part.tp + part.ep
@@ -912,16 +776,6 @@ def data_parallel_s(part: LayersPart, setup: Setup, groups: dict[str, Group], ef
     sent = exchanges_of(part.params, part.expert_params, setup, groups, eff)
     each = exposed_s(sent.forward_s, forward, setup, eff) + exposed_s(sent.backward_s, backward, setup, eff)
     return sent.times * each + exposed_s(sent.across_s, backward / 2, setup, eff) + sent.waited_s
-
-
-def exposed_s(comm: float, beside: float, setup: Setup, eff: Efficiency) -> float:
-    """Return the part of `comm` in seconds that is not hidden behind work of duration `beside`, plus the time by which
-    the hidden part slows that work."""
-    if not setup.software.overlap_dp:
-        return comm
-    # Collectives and kernels share the chip, so hidden communication still slows the work.
-    hidden = min(comm, eff.dp_overlap * beside)
-    return comm - hidden + eff.contention * hidden
 
 
 # Layer times for splitting the pipeline

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainspec_cli.planner.time.step import HOST_BYTES_PER_S
+from trainspec_cli.planner.time.data_parallel import HOST_BYTES_PER_S
 from trainspec_cli.wings.emulated.engine.costs import nbytes_of, traffic_bytes
 from trainspec_cli.wings.emulated.engine.memory import described, extent, map_host_memory
 from trainspec_cli.wings.emulated.engine.streams import HOST
