@@ -37,13 +37,13 @@ from trainspec_cli.planner.time.step import (
     MicroBatch,
     RankParts,
     between_steps_s,
+    eager_shape,
     host_wait_s,
     kernels_s,
     moved_s,
     optimizer_s,
     rank_parts,
     recompute_part_s,
-    shape_of,
     waiting_share,
 )
 from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel, Layer, TextModel, has_layer_list
@@ -68,7 +68,7 @@ LATE_SUM_BYTES = 32.0
 """Gradients of parameters that all ranks of tp hold are stacked, summed, joined, and copied back, in fp32."""
 LATE_KERNELS = 3
 """Kernels that sum the gradient of a norm or router whose tokens are spread over tp, once per step."""
-UPDATE_BYTES = (4.0, 28.0)
+ADAMW_BYTES = (4.0, 28.0)
 """Gradients are read for their norm; then AdamW reads them, and reads and writes parameters and moments."""
 GRADIENTS_DONE: tuple[Kind, ...] = ("backward", "backward_weight")
 LAUNCHES: dict[Kind, float] = {"forward": 1 / 3, "backward": 2 / 3, "backward_input": 1 / 3, "backward_weight": 1 / 3}
@@ -343,8 +343,8 @@ class EngineStep:
         layout = self.setup.group_layout
         model = self.setup.model
         if not has_layer_list(model):
-            params = sum(part.params for part in mixers)
-            return (self._with_work(self._unit(Unit(((round(params), 1),), layout.shards)), LayersPart.total(mixers)),)
+            whole = LayersPart.total(mixers)
+            return (self._with_work(self._unit(self._one_tensor(whole)), whole),)
         layer = next(layer for number, layer in enumerate(model.layer_list) if self.once.kind_of(number) == kind)
         unit = self._unit(block_unit(model, layer, layout, self.setup.lora))
         if layout.ep == 1 or "experts" not in layer.mixers:
@@ -354,7 +354,7 @@ class EngineStep:
         inner = self._with_work(self._unit(experts_unit(model, layout), "expert_dp"), experts)
         # Half of the work outside the experts' products sends the tokens, and half combines the results. Neither needs
         # the experts' parameters.
-        kernels = experts_kernels(shape_of(layer, self.setup))
+        kernels = experts_kernels(eager_shape(layer, self.setup))
         needed_f, needed_b = (kernels_s(one, self.once.rates, self.eff) for one in kernels)
         send_f = max(0.0, experts.memory_f - needed_f) / 2
         send_b = max(0.0, experts.memory_b - needed_b) / 2
@@ -450,7 +450,11 @@ class EngineStep:
         model = self.setup.model
         if has_layer_list(model):
             return outside_unit(model, layout, stage == 0, stage == layout.num_stages - 1)
-        return Unit(((round(part.params), 1),), layout.shards)
+        return self._one_tensor(part)
+
+    def _one_tensor(self, part: LayersPart) -> Unit:
+        """Return the parameters of a model without a list of its layers as one tensor."""
+        return Unit(((round(part.params), 1),), self.setup.group_layout.shards)
 
     def _optimizer_s(self, rank: int) -> float:
         setup = self.setup
@@ -459,7 +463,7 @@ class EngineStep:
             return agreement_s + optimizer_s(self.parts[rank].whole, setup, self.once.rates, self.groups, self.eff)
         stages = self._stages[rank].values()
         own = sum(unit.own for stage in stages for unit in (stage.root, *itertools.chain(*stage.blocks)))
-        return agreement_s + sum(self._moved_s(each * own) for each in UPDATE_BYTES)
+        return agreement_s + sum(self._moved_s(each * own) for each in ADAMW_BYTES)
 
     def _late_sums_s(self, rank: int, part: LayersPart) -> tuple[float, float]:
         """Return the times in seconds of copies and of exchanges for gradients that are summed only once per step,

@@ -32,7 +32,7 @@ from trainspec_cli.planner.memory.engine.blocks import Shape, block_layout, mixe
 from trainspec_cli.planner.pipeline import LayerTimes, cut_layers
 from trainspec_cli.planner.setup import UPDATE_BYTES, WIRE_BYTES, Recompute, Setup, matrix_share, newton_schulz_flops
 from trainspec_cli.planner.time.data_parallel import HOST_BYTES_PER_S, OFFLOADED_BYTES, exchanges_of, exposed_s
-from trainspec_cli.planner.workload import Gemm, Kernels, Work, embedding_work, head_work, layer_works
+from trainspec_cli.planner.workload import Gemm, KernelCounts, Work, embedding_work, head_work, layer_works
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import Layer, TextModel, has_layer_list, loss_chunk_tokens, loss_group_tokens
@@ -326,7 +326,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     )
 
 
-def kernels_s(kernels: Kernels, rates: Rates, eff: Efficiency) -> float:
+def kernels_s(kernels: KernelCounts, rates: Rates, eff: Efficiency) -> float:
     """Return the time of kernels whose traffic is stated for 2 bytes per element."""
     scale = rates.element_bytes / 2
     return sum(number * moved_s(scale * moved_bytes, rates, eff) for moved_bytes, number in kernels.items())
@@ -548,7 +548,7 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     return replace(once, head=head)
 
 
-def shape_of(layer: Layer, setup: Setup) -> Shape:
+def eager_shape(layer: Layer, setup: Setup) -> Shape:
     samples = max(1, round(setup.micro_batch_size))
     layout = block_layout(setup.layout)
     return Shape(cast("TextModel", setup.model), layer, layout, samples, setup.seq_len // layout.cp, 2.0)
@@ -556,7 +556,7 @@ def shape_of(layer: Layer, setup: Setup) -> Shape:
 
 def count_kernels(works: Sequence[Work], layer: Layer, setup: Setup) -> tuple[Work, ...]:
     """Return the parts of a layer with the kernels that trainspec's engine runs without compilation."""
-    shape = shape_of(layer, setup)
+    shape = eager_shape(layer, setup)
     both = zip(works, layer.mixers, strict=True)
     return tuple(replace(work, counted_kernels=mixer_kernels(shape, mixer)) for work, mixer in both)
 

@@ -44,7 +44,7 @@ class Core(NamedTuple):
     kernels: int
 
 
-Kernels = Mapping[float, int]
+KernelCounts = Mapping[float, int]
 """Bytes that a kernel reads and writes -> number of such kernels."""
 
 
@@ -69,7 +69,7 @@ class Work:
     """The products that trainspec computes without compilation, if they are not `gemms`."""
     counted_core: Core | None = None
     """Its attention."""
-    counted_kernels: tuple[Kernels, Kernels] | None = None
+    counted_kernels: tuple[KernelCounts, KernelCounts] | None = None
     """Its other operations (forward, backward), counted from its code; None: not counted."""
     tensor_bytes: float = 1e9
     """Size of one activation passed between kernels, which determines whether it stays in the cache."""

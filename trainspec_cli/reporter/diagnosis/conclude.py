@@ -15,14 +15,21 @@ from trainspec_cli.reporter.diagnosis.evidence import COMPUTE_PARTS, Figures, Ru
 from trainspec_cli.reporter.diagnosis.links import find_retries, find_slow_links
 from trainspec_cli.reporter.diagnosis.looks import with_look
 from trainspec_cli.reporter.diagnosis.memory import find_memory
-from trainspec_cli.reporter.diagnosis.ranks import EXPLAINS, MORE_WORK, PAGES, RETRIES, OwnTimes, find_slow_ranks, lasts
+from trainspec_cli.reporter.diagnosis.ranks import (
+    EXPLAINS,
+    PAGES,
+    RETRIES,
+    OwnTimes,
+    find_slow_ranks,
+    lasts,
+    work_explains,
+)
 from trainspec_cli.reporter.diagnosis.series import (
     CONFIRMING_STEPS,
     LEAST_SHARE,
     MOST_RANKS,
     STEADY,
     Episode,
-    due_to_work,
     find_episodes,
     mean_known,
     means_known,
@@ -77,10 +84,9 @@ def _explain_common(evidence: RunEvidence, episode: Episode, common_s: Figures) 
     where = np.zeros(len(common_s), bool)
     where[episode.where] = True
     for name in ("tokens", "attended"):
-        if rise(name, is_relative=True) > MORE_WORK * excess_s / max(usual_s, 1e-9):
-            work = means_known(evidence.counter(name).T)
-            if not due_to_work(work, common_s, where) < EXPLAINS * excess_s:
-                return None
+        work = means_known(evidence.counter(name).T)
+        if work_explains(rise(name, is_relative=True), work, common_s, where, excess_s, usual_s):
+            return None
     text = f"all ranks take {milliseconds(excess_s)} longer per step for their own work than at other times"
     found = verdict_of(evidence, episode, "noise", text)
     if rise("throttled_s") > EXPLAINS * excess_s:
@@ -564,18 +570,18 @@ def _explained(verdicts: list[RunVerdict]) -> list[RunVerdict]:
         ends = one.until_step is not None and one.until_step < other.since_step
         return not ends and (other.until_step is None or other.until_step >= one.since_step)
 
-    def on_all_ranks(cause: Cause) -> list[RunVerdict]:
-        return [one for one in verdicts if one.cause == cause and one.rank is None and one.node is None]
+    all_uneven = any(one.cause == "uneven_lengths" and one.rank is None for one in verdicts)
+    pressed = [one for one in verdicts if one.cause == "memory_pressure" and one.rank is None and one.node is None]
 
-    all_uneven = on_all_ranks("uneven_lengths")
-    named = []
-    for one in verdicts:
-        is_longest = one.cause == "uneven_lengths" and one.rank is not None and all_uneven
-        # Ranks whose allocators release memory at different moments of a step wait for one another in exchanges.
-        waits = one.cause == "narrow_link" and one.link is None
-        waits = waits and any(overlaps(one, other) for other in on_all_ranks("memory_pressure"))
-        if one.cause != "noise" and not is_longest and not waits:
-            named.append(one)
+    def is_named(one: RunVerdict) -> bool:
+        if one.cause == "uneven_lengths" and one.rank is not None:
+            return not all_uneven
+        if one.cause == "narrow_link" and one.link is None:
+            # Ranks whose allocators release memory at different moments of a step wait for one another in exchanges.
+            return not any(overlaps(one, other) for other in pressed)
+        return one.cause != "noise"
+
+    named = list(filter(is_named, verdicts))
     common = [one for one in verdicts if one.cause == "noise"]
     return named + [one for one in common if not any(overlaps(one, other) for other in named)]
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from trainspec_cli.recipe.results.verdict import Cause, RunVerdict
 from trainspec_cli.reporter.diagnosis.evidence import OWN_PARTS, Figures, RunEvidence
@@ -26,7 +27,6 @@ from trainspec_cli.reporter.diagnosis.series import (
     Episode,
     confidence,
     deviation,
-    due_to_work,
     find_episodes,
     mean_known,
     means_known,
@@ -70,6 +70,10 @@ AS_SLOW = 0.5
 MORE_WORK = 0.5
 """More work explains a slow rank if the relative increase in work is at least this fraction of the relative increase in
 time."""
+FITTED_STEPS = 8
+"""A series is fitted to the work of at least this many steps."""
+EXTRAPOLATED = 4.0
+"""The fit is extrapolated to work that exceeds the mean by at most this many standard deviations."""
 
 
 CHANCE = 1e-5
@@ -352,12 +356,31 @@ def _more_work(
         of_peers = np.median(work[:, list(peers)], axis=1)
         own = mean_known(work[is_late, rank])
         others = mean_known(of_peers[is_late])
-        if others > 0 and own / others - 1 > MORE_WORK * episode.excess / max(expected_s, 1e-9):
-            # If the steps before and after show how time depends on work, the additional work must explain the excess.
-            explained_s = due_to_work(work[:, rank] - of_peers, excess_s, is_late)
-            if not explained_s < EXPLAINS * episode.excess:
-                return own / others - 1
+        more = own / others - 1 if others > 0 else 0.0
+        if work_explains(more, work[:, rank] - of_peers, excess_s, is_late, episode.excess, expected_s):
+            return more
     return None
+
+
+def work_explains(
+    more: float, work: Figures, seconds: Figures, where: npt.NDArray[np.bool_], excess_s: float, usual_s: float
+) -> bool:
+    """Return whether additional work, by the fraction `more`, explains why a series takes `excess_s` longer than
+    `usual_s` in the steps `where` (T,). If the other steps show how the series of seconds (T,) depends on work (T,),
+    the additional work must account for the excess."""
+    if not more > MORE_WORK * excess_s / max(usual_s, 1e-9):
+        return False
+    known = np.isfinite(work) & np.isfinite(seconds)
+    inside = known & where
+    others = known & ~where
+    if not inside.any() or others.sum() < FITTED_STEPS:
+        return True
+    added = float(work[inside].mean() - work[others].mean())
+    spread = float(work[others].std())
+    if spread == 0 or abs(added) > EXTRAPOLATED * spread:
+        return True
+    due_s = added * float(np.cov(work[others], seconds[others], bias=True)[0, 1]) / spread**2
+    return due_s >= EXPLAINS * excess_s
 
 
 def _difference(series: Figures, rank: int, peers: Sequence[int], episode: Episode) -> float:

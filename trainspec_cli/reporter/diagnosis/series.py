@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from trainspec_cli.recipe.results.verdict import Cause, RunVerdict
@@ -34,10 +33,6 @@ GAP_STEPS = 4
 NOISE_FACTOR = 2.5
 """Distance of the limit from the usual level, in standard deviations of a single step. (The standard deviation of the
 smoothed series is about half as large.)"""
-FITTED_STEPS = 8
-"""A series is fitted to the work of at least this many steps."""
-EXTRAPOLATED = 4.0
-"""The fit is extrapolated to work that exceeds the mean by at most this many standard deviations."""
 TO_DEVIATION = 1.4826
 """Ratio of the standard deviation of a normal distribution to its median absolute deviation."""
 
@@ -117,21 +112,6 @@ def find_episodes(
             values = series[inside]
             found.append(Episode(first, last, float(np.median(values)), float(np.mean(values > limit[inside]))))
     return found
-
-
-def due_to_work(work: Figures, seconds: Figures, where: npt.NDArray[np.bool_]) -> float:
-    """Return by how many seconds additional work raises a series (T,) in the steps `where` (T,), extrapolated from how
-    the series depends on work in the other steps. NaN if too few of them are known, or if their work varies too
-    little."""
-    known = np.isfinite(work) & np.isfinite(seconds)
-    inside, others = known & where, known & ~where
-    if not inside.any() or others.sum() < FITTED_STEPS:
-        return float("nan")
-    more = float(work[inside].mean() - work[others].mean())
-    spread = float(work[others].std())
-    if spread == 0 or abs(more) > EXTRAPOLATED * spread:
-        return float("nan")
-    return more * float(np.cov(work[others], seconds[others], bias=True)[0, 1]) / spread**2
 
 
 def until(evidence: RunEvidence, episode: Episode) -> int | None:
