@@ -17,7 +17,7 @@ from trainspec_cli.engine.accelerators import KINDS, release_unused
 from trainspec_cli.engine.build.exchanges import Exchanges, build_exchanges
 from trainspec_cli.engine.build.train_state import DTYPES, Allowance, LateSum, Stages, Throttle, TrainState
 from trainspec_cli.engine.comm.codec import PARAMETER_CODECS, WireMeter
-from trainspec_cli.engine.comm.exchange import Peers
+from trainspec_cli.engine.comm.exchange import Peers, TimeCollective
 from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.models.experts import sort_by_expert
 from trainspec_cli.engine.models.lora import apply_lora
@@ -373,6 +373,29 @@ def _refuse_compiling(plan: Plan, device_type: str) -> None:
         raise RecipeError(Problem("unsupported", message, key, hint))
 
 
+def _shares_of(plan: Plan, part: Any, cuts: Mapping[str, Cut]) -> list[Share]:
+    """Return the parameters of a stage that this rank holds."""
+    layout = plan.layout
+    held = []
+    for name, parameter in (*part.named_parameters(), *quantised_parameters(part)):
+        # Number of ranks with a copy: all replicas; also all ranks of tp if the parameter is not split, and all
+        # data-parallel ranks if it is quantised. A tied embedding exists twice.
+        copies = layout.dp_replicate * (1 if name in cuts else layout.tp)
+        copies *= (layout.shards if is_quantised(name) else 1) * (2 if is_twin(plan, name) else 1)
+        held.append(Share(name, parameter, cuts.get(name), copies))
+    return held
+
+
+def _optimizer_of(
+    plan: Plan, trained: Sequence[Share], zeros: Callable[[Tensor], Tensor], time: TimeCollective
+) -> torch.optim.Optimizer:
+    """Build the recipe's optimizer. `zeros` creates its state, and `time` times the exchanges of the update."""
+    if plan.spec.optim.is_own:
+        return build_own_optimizer(trained, plan.spec, zeros=zeros)
+    update = load_kernel("adamw", plan.kernels.adamw)
+    return build_optimizer(trained, plan.spec.optim, update, zeros, time, DTYPES[plan.compute])
+
+
 def build_train_state(
     plan: Plan,
     device: torch.device,
@@ -416,13 +439,7 @@ def build_train_state(
         layers = layers_of(plan, stage)
         parts_of_layers[stage] = 1.0 if layers is None else len(layers) / plan.spec.model.num_layers
         allocate(part, device, offload=plan.offload != "none")
-        held = []
-        for name, parameter in (*part.named_parameters(), *quantised_parameters(part)):
-            # Number of ranks with a copy: all replicas; also all ranks of tp if the parameter is not split, and all
-            # data-parallel ranks if it is quantised. A tied embedding exists twice.
-            copies = layout.dp_replicate * (1 if name in cuts else layout.tp)
-            copies *= (layout.shards if is_quantised(name) else 1) * (2 if is_twin(plan, name) else 1)
-            held.append(Share(name, parameter, cuts.get(name), copies))
+        held = _shares_of(plan, part, cuts)
         if fill:
             try_own_block(plan, (layers or range(1))[0], compute, device)
             materialise(part, held, device, plan.spec.train.seed, positions_S)
@@ -433,13 +450,7 @@ def build_train_state(
     if device.type != "cpu":
         share_streams(parts.values())
     trained = [share for share in shares if share.is_trained]
-    zeros = torch.zeros_like if fill else without_memory
-    optimizer: torch.optim.Optimizer
-    if plan.spec.optim.is_own:
-        optimizer = build_own_optimizer(trained, plan.spec, zeros=zeros)
-    else:
-        update = load_kernel("adamw", plan.kernels.adamw)
-        optimizer = build_optimizer(trained, plan.spec.optim, update, zeros, clock.collective, compute)
+    optimizer = _optimizer_of(plan, trained, torch.zeros_like if fill else without_memory, clock.collective)
     # The backward passes do not sum two kinds of gradients over ranks: those of parameters that every tp rank holds in
     # full, and those of a tied embedding, which has copies at both ends of the pipeline.
     twins = [share for share in trained if is_twin(plan, share.name)]
