@@ -58,4 +58,4 @@ def test_adapters_beside_four_bits_go_on_to_the_bit_and_leave_for_peft(trainspec
         adapted = peft.PeftModel.from_pretrained(load(tmp_path / "peft" / "base"), tmp_path / "peft")(tokens).logits
     torch.testing.assert_close(adapted, merged, rtol=0, atol=1e-5 * float(merged.abs().max()))
     refused = trainspec(*launch, "run.dir=other", "init.from=nf4", "lora.rank=4")
-    assert refused.returncode == 2 and "on another base" in refused.stderr
+    assert refused.returncode == 2 and "LoRA adapters" in refused.stderr
