@@ -67,7 +67,7 @@ LOGIT_BYTES = 10.0
 LOGIT_BYTES_EAGER = 12.0
 """Bytes per logit including the gradient after the cast back, which takes another 2."""
 REUSE = 0.5
-"""Fraction of the memory freed by the backward that the optimizer's temporaries can reuse."""
+"""Fraction of the memory freed by the backward pass that the optimizer's temporaries can reuse."""
 RESERVE = 0.06
 """Reserve as a fraction of the total, because runs of the same configuration differ by about that much (published
 pairs: 2 to 15%). A prediction that is too low leads to running out of memory, while one that is too high only wastes a
@@ -120,7 +120,7 @@ def saved_of(work: Work, setup: Setup) -> float:
 
 
 def kept_of(works: tuple[Work, ...], setup: Setup) -> float:
-    """Return the bytes that a layer keeps for its backward. Full recomputation keeps only its input."""
+    """Return the bytes that a layer keeps for its backward pass. Full recomputation keeps only its input."""
     saved = sum(saved_of(work, setup) for work in works)
     again = setup.recompute
     if again.full:
@@ -256,7 +256,7 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory) -> M
     kept = (layers * layer.kept_bytes + sent) * held
     activations = kept + max(0.0, layer.working_bytes - layer.kept_bytes - logits)
 
-    # Memory needed by the optimizer step beyond what the backward has freed.
+    # Memory needed by the optimizer step beyond what the backward pass has freed.
     stepping = (layers * layer.params + outside) / shards + layers * layer.expert_params / layout.expert_shards
     stepping *= setup.trainable
     freed = REUSE * (activations + logits + gathered)
@@ -466,7 +466,7 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
 #     P = Phi((ln(L / M) - m) / s)
 #
 # A layout that does not fit costs a failed start. The run then continues with less memory: with recomputation, which is
-# one more forward, or in another layout that is slower by about the same amount. The expected step time is
+# one more forward pass, or in another layout that is slower by about the same amount. The expected step time is
 #
 #     E = t + (1 - P) (t / 3 + start / steps)
 
@@ -476,8 +476,8 @@ LOG_BIAS = -0.038
 LOG_DEVIATION = 0.043
 """The deviation s: 0.037 within a source, 0.021 between sources."""
 RELIEF = 1 / 3
-"""Relative slowdown of a step by recomputation, which adds one forward to a forward and a backward that takes twice as
-long."""
+"""Relative slowdown of a step by recomputation, which adds one forward pass. The backward pass takes twice as long as
+the forward pass."""
 SURELY = 0.999
 """A layout with at least this probability is considered certain to fit."""
 
