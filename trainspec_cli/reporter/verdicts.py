@@ -92,7 +92,7 @@ def render_verdicts_page(report: Report, origin: PageOrigin | None = None) -> st
 def verdicts_section(verdicts: Sequence[RunVerdict]) -> str:
     """Render each verdict with its evidence and advice, the most expensive first."""
     left = len(verdicts) - MOST_VERDICTS
-    text = "Heaviest first." if verdicts else f"{NO_VERDICTS[0].upper()}{NO_VERDICTS[1:]}."
+    text = "Most expensive first." if verdicts else f"{NO_VERDICTS[0].upper()}{NO_VERDICTS[1:]}."
     more = f" {left:,} less expensive ones are left out." if left > 0 else ""
     return section("Diagnosis", text + more, "".join(map(_verdict, verdicts[:MOST_VERDICTS])))
 
