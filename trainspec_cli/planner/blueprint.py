@@ -50,7 +50,7 @@ class Level:
     """One tier of a multi-tier algorithm."""
 
     joined: int
-    """Number of elements of the tier below in one element; for the first tier, the number of ranks."""
+    """Number of elements of the tier below that one element contains; for the first tier, the number of ranks."""
     below: int
     """Number of the group's ranks inside an element of the tier below, which have already divided the bytes among
     themselves."""
@@ -141,7 +141,7 @@ def exchanges_of(
         bucket_bytes = best_bucket_bytes(group, operation, size, eff) if buckets else None
         message_bytes = bucket_bytes or size
         times = times_of(group, operation, message_bytes, eff)
-        # Among equally fast algorithms, the first is chosen, which is the flat ring if available.
+        # Among equally fast algorithms, the first one is chosen: the flat ring, if available.
         algorithm = min(times, key=lambda one: times[one])
         found.append(
             Exchange(

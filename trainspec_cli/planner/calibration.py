@@ -32,7 +32,7 @@ ITERATIONS = 6
 OUTLYING = 3.0
 """Errors larger than this many deviations count linearly (Huber)."""
 TAUGHT = 0.98
-"""A parameter counts as undetermined if its posterior deviation stays above this fraction of the prior's."""
+"""A parameter is treated as undetermined if its posterior deviation stays above this fraction of the prior's."""
 
 
 @dataclass(frozen=True)

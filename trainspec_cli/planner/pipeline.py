@@ -18,8 +18,8 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import ModelSpec
 
 EQUAL = 1e-9
-"""If the heaviest ranks of two layer splits differ by less than this fraction, they count as equal, because times are
-sums of rounded numbers."""
+"""If the heaviest ranks of two layer splits differ by less than this fraction, they are treated as equal, because times
+are sums of rounded numbers."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Chain:
 GAIN = 0.01
 """The search ignores improvements smaller than this fraction."""
 MAX_NODES = 4000
-"""Maximum number of stage boundaries that the search tries, which takes about 10 ms; small models have fewer."""
+"""Maximum number of stage boundaries that the search tries; this many take about 10 ms. Small models have fewer."""
 
 
 def cut_rounds(problem: CutProblem, even: Borders) -> Borders | None:

@@ -386,8 +386,8 @@ def tensor_bytes(plan: Plan) -> dict[str, float]:
 
 
 def copy_bytes(plan: Plan) -> float:
-    """Return the bytes of the state's copy while a checkpoint is written. Ranks divide among themselves the part that
-    all of them have. In host memory, there are two copies."""
+    """Return the size in bytes of the state's copy while a checkpoint is written. Ranks divide among themselves the
+    part that all of them have. In host memory, there are two copies."""
     checkpoint = plan.spec.checkpoint
     moments = moment_bytes(plan.spec.model, plan.spec.optim.kept_state, plan.spec.lora)
     held = (4 + moments) * plan.params / plan.world_size
@@ -406,8 +406,8 @@ def fragmentation(probe: MachineProbe) -> float:
 
 
 def parameter_bytes(plan: Plan) -> float:
-    """Return the bytes of the rank's part of the parameters in fp32, and of the gathered parameters in the compute
-    format."""
+    """Return the sizes in bytes of the rank's part of the parameters in fp32, and of the gathered parameters in the
+    compute format."""
     block, outside = unit_params(plan)
     freed = plan.layout.shards_parameters
     gathered = (2 * block if freed else _decoder(plan).num_layers * block) + outside

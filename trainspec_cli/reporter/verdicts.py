@@ -25,7 +25,7 @@ from trainspec_cli.run.folder.event_types.events import VerdictEvent
 
 NO_VERDICTS = "too few steps for a diagnosis"
 NO_VERDICTS_WITHOUT_PLAN = (
-    "no hang, no memory leak and no twofold slowdown were detected; a command's steps reveal nothing else"
+    "no hang, memory leak or twofold slowdown was detected; a command's steps reveal nothing else"
 )
 
 

@@ -38,9 +38,9 @@ from trainspec_cli.recipe.results.plan import MemoryBreakdown
 # The estimate for an arbitrary framework, by cause and pipeline stage.
 #
 # Activations follow Korthikanti et al. 2022 (arXiv:2205.05198), recounted for fused attention and gated feed-forwards;
-# states follow ZeRO (arXiv:1910.02054). Known error: 5% on published peaks, mostly too high, because the reserve is
-# meant to prevent predictions that are more than 3% too low; up to 20% too high for frameworks with poorly documented
-# copies (InternEvo's ZeRO-3).
+# states follow ZeRO (arXiv:1910.02054). Known error: 5% on published peaks. Most predictions are too high, because the
+# reserve is meant to prevent predictions that are more than 3% too low. For frameworks with poorly documented copies
+# (InternEvo's ZeRO-3), predictions are up to 20% too high.
 
 
 CONTEXT_BYTES = 1.2 * GIB
@@ -52,8 +52,8 @@ FRAGMENTATION = 0.08
 allocator's rules to traces of the engine's steps (5% of all allocated memory;
 `planner/memory/caching_allocator.py`)."""
 RECOMPUTE_FRAGMENTATION = 0.17
-"""Additional fragmentation with recomputation, because its blocks differ in size from those of the first forwards: 22%
-of all memory in such traces, and 25% of activations in published tables of runs with full recomputation."""
+"""Additional fragmentation with recomputation, because its blocks differ in size from those of the first forward
+passes: 22% of all memory in such traces, and 25% of activations in published tables of runs with full recomputation."""
 STATES_FRAGMENTATION = 0.04
 """Fragmentation of parameters, gradients and optimizer states, which are allocated once and rounded up to full
 blocks."""
@@ -65,7 +65,7 @@ GROWN_RECOMPUTE_FRAGMENTATION = 0.05
 LOGIT_BYTES = 10.0
 """Bytes per logit: 2 in the compute format, 4 in the loss, 4 for its gradient before it is cast back."""
 LOGIT_BYTES_EAGER = 12.0
-"""Bytes per logit including the gradient after the cast back, which takes another 2."""
+"""Bytes per logit including the gradient after it is cast back, which takes another 2."""
 REUSE = 0.5
 """Fraction of the memory freed by the backward pass that the optimizer's temporaries can reuse."""
 RESERVE = 0.06
@@ -188,7 +188,8 @@ def keeps_unsharded(setup: Setup) -> bool:
 
 
 def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) -> tuple[float, float, float]:
-    """Return the bytes of (parameters, gradients, optimizer) between steps, for parameters sharded over `shards` ranks.
+    """Return the sizes in bytes of (parameters, gradients, optimizer state) between steps, for parameters sharded over
+    `shards` ranks.
 
     `ends`: whether these are the embedding and the head, which are not quantised.
     """
@@ -220,8 +221,8 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
 
 
 def gathered_bytes(layer: LayerMemory, layers: int, outside: float, setup: Setup) -> float:
-    """Return the bytes of ZeRO-3's unsharded tensors: two layers' parameters, one layer's gradients, and the embedding
-    and head."""
+    """Return the size in bytes of ZeRO-3's unsharded tensors: two layers' parameters, one layer's gradients, and the
+    embedding and head."""
     params = layer.params + layer.expert_params
     if setup.lora.is_quantised:  # roughly the largest matrix: 2 bytes per value, plus 6 for temporaries
         return 2.0 * params + (2.0 * outside if sharding_stage(setup) == 3 else 0.0)
@@ -323,8 +324,9 @@ def with_overhead(
 
 
 def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float:
-    """Return the bytes of a rank's error feedback (the accumulated rounding error of compressed gradients). It covers
-    the unsharded gradients if they are summed over shards, and the rank's shard if it is summed over replicas."""
+    """Return the size in bytes of a rank's error feedback (the accumulated rounding error of compressed gradients). It
+    covers the unsharded gradients if they are summed over shards, and the rank's shard if it is summed over
+    replicas."""
     if not {wire.gradients, wire.across_nodes} & {"int8", "int4"}:
         return 0.0
     whole = count_params(model) / (layout.tp * layout.pp)
@@ -454,8 +456,8 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
     )
 
 
-# The probability that a layout fits, based on the error of the memory model, and the expected step time, which takes it
-# into account.
+# The probability that a layout fits (based on the error of the memory model), and the expected step time, which takes
+# this probability into account.
 #
 # On published runs, the ratio of the measured to the predicted peak is approximately log-normal (`trainspec backtest`,
 # 135 measured peaks of 3 sources; checked by tests/planner/validation/test_backtest.py). The error of a run from

@@ -315,9 +315,9 @@ def _feed_forward(model: DecoderModel, is_expert_layer: bool, tp: int) -> dict[s
 
 
 def quantised_bytes(rows: int, columns: int, tp: int = 1) -> float:
-    """Return the bytes of a rank's part of a matrix in 4-bit NormalFloat with double quantisation (arXiv:2305.14314,
-    section 3): 4 bits per weight and 8 per block scale. The full matrix has an additional 32 bits per 256 scales, and
-    32 for their mean."""
+    """Return the size in bytes of a rank's part of a matrix in 4-bit NormalFloat with double quantisation
+    (arXiv:2305.14314, section 3): 4 bits per weight and 8 per block scale. The full matrix has an additional 32 bits
+    per 256 scales, and 32 for their mean."""
     blocks = rows * math.ceil(columns / NF4_BLOCK)
     return rows * columns / 2 + blocks + 4.0 * (math.ceil(tp * blocks / NF4_SCALE_BLOCK) + 1)
 

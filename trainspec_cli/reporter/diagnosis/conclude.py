@@ -168,8 +168,8 @@ def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figur
 
 
 def _is_of_device(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> bool:
-    """Return whether the rank's computation is slowed down by the same amount. If so, the cause is the device, which
-    also slows the loader."""
+    """Return whether the rank's computation is slowed by more than the episode's excess, or whether a quota throttles
+    the rank for longer than that. If so, the cause is the device, which also slows the loader."""
     inside = episode.where
     excess_s = float(np.median(times.own_s[inside, rank] - times.expected_s[inside, rank]))
     throttled_s = float(np.nanmean(evidence.counter("throttled_s")[inside, rank])) if evidence.counters else 0.0

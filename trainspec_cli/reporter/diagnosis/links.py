@@ -52,9 +52,9 @@ DELAY_SHARE = 0.05
 transfers, because the small exchange shows a delay in every step."""
 LOADED, OF_RTT = 0.2, 0.3
 """An increase in latency is attributed to a link if the increase in round-trip time accounts for at least `OF_RTT` of
-it. If ranks lack a processor for at most `LOADED` of a step, the increase in round-trip time is first multiplied by the
-exchange's number of round trips. Behind a relay, round-trip times show nothing; it is then enough that ranks do not
-lack a processor for longer than that."""
+it. If ranks wait for a processor for at most `LOADED` of a step, the increase in round-trip time is first multiplied by
+the exchange's number of round trips. Behind a relay, round-trip times show nothing; it is then enough that ranks do not
+wait for a processor longer than that."""
 OF_NOISE = 0.5
 """If waiting for processors accounts for at least this fraction of a transfer's excess time, no link is blamed."""
 HELD_QUEUED_S = 1e-2
@@ -107,7 +107,7 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
 
 
 def _is_queued_in_transit(evidence: RunEvidence, paths: Sequence[Path], least_s: float = QUEUED_S) -> bool:
-    """Return whether data is delayed on its way between nodes. Round-trip times show this even if a rank lacks a
+    """Return whether data is delayed on its way between nodes. Round-trip times show this even while a rank waits for a
     processor, because the kernel sends the acknowledgements."""
     return any(path.has_queue(least_s) and len(set(_ends(evidence, path))) > 1 for path in paths)
 

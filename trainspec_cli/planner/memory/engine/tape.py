@@ -255,8 +255,8 @@ class Tape:
     ) -> Value:
         """Record a new value computed from `inputs`, with a new gradient for each input in the backward pass.
         `scratch`: additional bytes that are live during the forward and the backward pass, respectively. `kernels`:
-        those of the forward and the backward pass, by default one for the result and one for each gradient, which also
-        reads what was saved; none for a costly operation, which is a product or attention."""
+        those of the forward and the backward pass. By default, there is one for the result and one for each gradient,
+        which also reads what was saved; a costly operation (a product or attention) has none."""
         out_bytes = elements * (self.width if width is None else width)
         if kernels is None and not costly:
             read = out_bytes + sum(value.read_bytes for value in saved) + saves_output * out_bytes
