@@ -78,7 +78,7 @@ def apply_data_parallel(
     if expert_shard is not None:
         for number, module in enumerate(experts):
             # FSDP2 pads only the first dimension, so an uneven number of experts is padded. If the experts cannot be
-            # divided evenly over the ranks but the rows of each expert can, these are divided.
+            # divided evenly among the ranks but the rows of each expert can, the rows are divided.
             even = [
                 all(parameter.shape[dim] % expert_shard.size() == 0 for parameter in module.parameters())
                 for dim in (0, 1)
