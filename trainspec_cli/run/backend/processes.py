@@ -33,8 +33,8 @@ def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Proce
     """Return every living process of the launch: torchrun, the workers, and their children. Waits for processes without
     an environment, for at most `wait_s` in total."""
     found: list[psutil.Process] = []
-    # This user's processes except for this one and its ancestors, because callers only look for launches to which they
-    # do not belong.
+    # This user's processes except for this one and its ancestors, because callers only look for launches that they do
+    # not belong to.
     ancestors = _with_ancestors(psutil.Process())
     unsure = []
     for process in psutil.process_iter():
@@ -84,7 +84,7 @@ def terminate(processes: list[psutil.Process]) -> None:
 
 
 def kill(launch_id: str) -> list[psutil.Process]:
-    """Send SIGKILL to all processes repeatedly until none are left; return those that outlived `KILL_TIMEOUT_S`."""
+    """Send SIGKILL to all processes repeatedly until none are left; return those still alive after `KILL_TIMEOUT_S`."""
     return kill_all(lambda: members(launch_id))
 
 

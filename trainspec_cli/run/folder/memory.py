@@ -35,7 +35,7 @@ def new_secret() -> str:
 
 
 def newest_copy(run: RunDir) -> int:
-    """Return the newest step for which any rank has a copy on this node, or 0."""
+    """Return the newest step that any rank has a copy of on this node, or 0."""
     folder = find_copies(run)
     return _newest_in(folder) if folder else 0
 

@@ -69,7 +69,7 @@ write only the last checkpoint; restarting them would take longer than this anyw
 MOST_LOST_S = 600.0
 """Maximum working time in seconds between checkpoints with `auto`, if they are cheap."""
 MOST_WAITED = 0.05
-"""The largest fraction of the total time for which checkpoints with `auto` may block training."""
+"""The largest fraction of the total time that checkpoints with `auto` may block training."""
 
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
@@ -103,8 +103,9 @@ def checkpoint_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> 
 
 def auto_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> float:
     """Return the interval for `checkpoint.interval_steps: auto`. It is the result of `checkpoint_interval_s`, clamped
-    to one to ten minutes, because runs also end for reasons other than failures. If twenty times `blocked_s` is longer
-    than ten minutes, that is the upper limit, so that training need not wait for more than a twentieth of the time."""
+    to between one and ten minutes, because runs also end for reasons other than failures. If twenty times `blocked_s`
+    is longer than ten minutes, that is the upper limit, so that training spends at most a twentieth of the time
+    waiting."""
     longest_s = max(MOST_LOST_S, blocked_s / MOST_WAITED)
     return max(min(daly_interval_s(blocked_s, mtbf_s), longest_s), written_s, AUTO_SHORTEST_S)
 
@@ -124,7 +125,7 @@ def checkpoint_interval_steps(interval_s: float, step_time_s: float) -> int:
 class ConnectedGroup:
     heard_at_s: float
     asked_at_s: float = math.inf
-    """The time at which the group asked to take part in the next step; infinite while the group is computing."""
+    """The time when the group asked to take part in the next step; infinite while the group is computing."""
 
     @property
     def asks(self) -> bool:
@@ -164,12 +165,12 @@ class Healing:
     gives_to: tuple[int, ...]
     """Quorum indices of the groups that copy the state from this rank's group."""
     takes_from: int | None
-    """Quorum index of the group from which this rank copies the state; None if its own state is the newest."""
+    """Quorum index of the group that this rank copies the state from; None if its own state is the newest."""
 
 
 def plan_healing(steps: Sequence[int], place: int, rank: int) -> Healing:
     """Plan the copies of rank `rank` in the group at index `place`; `steps` lists the updates that each group has made.
-    The groups that are behind are distributed over the groups that are ahead. To spread the load, the assignment
+    The groups that are behind are distributed among the groups that are ahead. To spread the load, the assignment
     differs from rank to rank."""
     front = [other for other, step in enumerate(steps) if step == max(steps)]
     behind = [other for other, step in enumerate(steps) if step < max(steps)]
