@@ -108,7 +108,7 @@ class SlowNodes:
         self._number = sum(isinstance(event, NodesEvent) for event in read_sound(job.run.directives))
 
     def open(self, job: Job, plan: Plan) -> None:
-        """Start a generation of the run, where speeds and times are measured anew."""
+        """Start a generation of the run. Its speeds and times are measured from scratch."""
         self._job = job
         self._plan = plan
         self.hostnames = ("",) * len(job.nodes)
@@ -239,7 +239,7 @@ class SlowNodes:
         return len(steps)
 
     def _learn(self, report: SpeedsReport) -> None:
-        """Adopt the speeds that the workers have confirmed. From now on, step times are measured anew."""
+        """Adopt the speeds that the workers have confirmed, and start collecting step times from scratch."""
         samples = sum(report.samples[row[0]] for row in data_rows(report.layout))
         times = RankTimes(report.compute_s, report.even_s, self._paces.note(report.layout, report.even_s))
         # Best case with the node: the slowest rank's compute time with the best sample shares that the scheduler may

@@ -43,7 +43,7 @@ class Family:
             _adopt_orphans(True)
 
     def members(self) -> list[psutil.Process]:
-        """Return the living processes that have the job's variables in their environment, or that descend from such a
+        """Return the live processes that have the job's variables in their environment, or that descend from such a
         process (or did when last seen)."""
         if not ADOPTS:
             of_launch = processes.members(self._launch_id, wait_s=0.0)

@@ -162,7 +162,7 @@ class NodeProcesses:
             self._starts[group].family.ask_to_stop()
 
     def members(self) -> list[psutil.Process]:
-        """Return the living processes."""
+        """Return the live processes."""
         return self._family.members()
 
     def kill(self, group: int) -> None:

@@ -30,7 +30,7 @@ _without_environment: set[psutil.Process] = set()
 
 
 def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Process]:
-    """Return every living process of the launch: torchrun, the workers, and their children. Waits for processes without
+    """Return every live process of the launch: torchrun, the workers, and their children. Waits for processes without
     an environment, for at most `wait_s` in total."""
     found: list[psutil.Process] = []
     # This user's processes except for this one and its ancestors, because callers only look for launches that they do
@@ -77,7 +77,7 @@ def rank_of(process: psutil.Process) -> int | None:
 
 
 def terminate(processes: list[psutil.Process]) -> None:
-    """Send SIGTERM to each living process."""
+    """Send SIGTERM to each live process."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -98,7 +98,7 @@ def kill_all(find: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
 
 
 def kill_once(processes: list[psutil.Process]) -> None:
-    """Send SIGKILL to each living process, without waiting."""
+    """Send SIGKILL to each live process, without waiting."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

@@ -214,8 +214,8 @@ def _tick(state: RunState, event: Tick) -> Decision:
     newest_retry_s = max(group.retried_s for group in state.groups)
     for number, group in enumerate(state.groups):
         # The others have waited for this group as long as allowed, while it neither took a step nor retried. They may
-        # be unable to continue without it, because a quorum is more than half of the living groups. This is only
-        # assumed if another group has since taken a step, or retried without an answer.
+        # be unable to continue without it, because a quorum is more than half of the live groups. This is only assumed
+        # if another group has since taken a step, or retried without an answer.
         allowed_until_s = max(group.stepped_s, group.retried_s) + STUCK * state.resilience.exchange_timeout_s
         asked = newest_retry_s > allowed_until_s and event.now_s - newest_retry_s > ANSWER_S
         stuck = group.stepped_s > 0 and (newest_step_s > allowed_until_s or asked)

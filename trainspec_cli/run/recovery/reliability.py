@@ -145,8 +145,8 @@ def choose_members(
 ) -> list[str]:
     """Return the names of the replica groups that take the next step, in order; empty while they have to wait.
 
-    They start immediately if all members of the previous quorum ask. Otherwise, more than half of the living groups
-    must ask; they start when all living groups ask, or when the first of them has waited long enough."""
+    They start immediately if all members of the previous quorum ask. Otherwise, more than half of the live groups must
+    ask; they start when all live groups ask, or when the first of them has waited long enough."""
     living = {name: each for name, each in groups.items() if now_s - each.heard_at_s <= rules.silence_s}
     asking = {name: each for name, each in living.items() if each.asks}
     if previous and all(name in asking for name in previous):

@@ -77,7 +77,7 @@ def check_gpus(needed_bytes: float = 0.0) -> Iterator[Check]:
     """Check whether other processes use the GPUs. `needed_bytes` is as in `check_memory`, but per GPU."""
     for number, gpu in enumerate(find_gpus().gpus):
         taken = gpu.memory_bytes - gpu.free_bytes
-        found = f"GPU {number} ({gpu.name}): {format_bytes(taken)} of {format_bytes(gpu.memory_bytes)} are in use"
+        found = f"GPU {number} ({gpu.name}): {format_bytes(taken)} of {format_bytes(gpu.memory_bytes)} is in use"
         advice = "find the processes with nvidia-smi, or exclude the GPU with CUDA_VISIBLE_DEVICES"
         if gpu.free_bytes < needed_bytes:
             yield Check("chips", "fail", f"{found}; the run needs {format_bytes(needed_bytes)}", advice)

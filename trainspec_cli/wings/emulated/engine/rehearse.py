@@ -180,7 +180,7 @@ def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int, f
 
 
 def _sum_parts(together: Iterable[Segments]) -> dict[str, float]:
-    """Return the total seconds by part, summed over several segments of a step."""
+    """Return the time of each part, in seconds, summed over several segments of a step."""
     total: Counter[str] = Counter()
     for segments in together:
         total.update(segments.parts_s())
