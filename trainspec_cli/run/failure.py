@@ -33,8 +33,8 @@ PEER_LOST = re.compile(
     re.IGNORECASE,
 )
 _ENDED_BY_OTHERS = (signal.SIGTERM, signal.SIGABRT)
-"""torchrun ends the peers of a failed worker with SIGTERM. NCCL's watchdog ends a worker that is waiting for a lost
-peer with SIGABRT."""
+"""torchrun ends the peers of a failed worker with SIGTERM. NCCL's watchdog uses SIGABRT to end a worker that is waiting
+for a lost peer."""
 
 
 @dataclass(frozen=True)

@@ -144,8 +144,8 @@ TOOLS: tuple[Tool[Any, Any], ...] = (
 
 
 Prepare = Callable[[Path, tuple[str, ...]], tuple[Job, OpenBackend]]
-"""Takes a folder and the arguments for Python (which the folder follows), and returns the job and the backend that
-starts it."""
+"""Takes a folder and the arguments for Python (to which the folder is appended), and returns the job and the backend
+that starts it."""
 
 
 def one_process(environment: Mapping[str, str] | None = None) -> Prepare:

@@ -1,6 +1,6 @@
 """Find and end a launch's processes from outside, by an environment variable that all of them inherit.
 
-The users of this module did not start the launch themselves: the guard, and the check for workers that a dead
+The callers of this module did not start the launch themselves: the guard, and the check for workers that a dead
 supervisor has left behind. The search reads the environment of every process of this user, so it is done only when
 needed. The process that starts a launch finds its processes by descent instead (`family.py`)."""
 
@@ -114,8 +114,8 @@ def stop(launch_id: str, grace_s: float) -> None:
 
 
 def unread_exit_code(process: psutil.Process) -> int | None:
-    """Return the exit code of an ended process whose parent has not read it yet (Linux only); it is negative for a
-    signal."""
+    """Return the exit code of a process that has ended, if its parent has not read the code yet (Linux only); negative
+    for a signal."""
     try:
         state, *_, status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):

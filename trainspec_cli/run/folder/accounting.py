@@ -1,6 +1,6 @@
-"""Metrics computed from a run's events: its speed, the cost of its failures, and the use of its wall time.
+"""Metrics computed from a run's events: its speed, the cost of its failures, and how its wall time was spent.
 
-The wall time over all attempts is computed from rank 0's events and the supervisor's marks; time that neither explains
+The wall time of all attempts is accounted for by rank 0's events and the supervisor's marks; time that neither explains
 is `other`. An attempt starts with a launch and ends with its last event. Steps that a later attempt repeats were lost,
 so the time first spent on them counts as `recomputed`."""
 

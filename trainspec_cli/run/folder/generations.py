@@ -5,8 +5,8 @@ worker of an older generation comes back (a repaired cable, a node that was cons
 writes nothing more: it is fenced off.
 
 A process that asks a start's workers to stop first records the request in RUN/stops/00000003.json. Workers also write a
-checkpoint and exit when another process sends them a signal, or when torchrun dies and its workers are ended. Without a
-recorded request, this means that the run has failed."""
+checkpoint and exit when another process sends them a signal, or when torchrun dies and its workers are terminated.
+Without a recorded request, this means that the run has failed."""
 
 from __future__ import annotations
 

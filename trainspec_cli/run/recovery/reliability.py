@@ -41,8 +41,9 @@ def job_mtbf_s(cluster: ReliabilitySpec, devices: int) -> float:
 
 
 def updated_mtbf_s(mtbf_s: float, failures: int, observed_s: float) -> float:
-    """Return the mean time between failures, updated after `failures` failures in `observed_s` of running: the weighted
-    mean of the logarithms of the expected value (`mtbf_s`) and the observed one. Without failures, it is `mtbf_s`."""
+    """Return the mean time between failures, updated after `failures` failures in `observed_s` of run time: the
+    weighted mean of the logarithms of the expected value (`mtbf_s`) and the observed one. Without failures, it is
+    `mtbf_s`."""
     if not failures:
         return mtbf_s
     seen_s = max(observed_s, 1.0) / failures
@@ -169,9 +170,9 @@ class Healing:
 
 
 def plan_healing(steps: Sequence[int], place: int, rank: int) -> Healing:
-    """Plan the copies of rank `rank` in the group at index `place`; `steps` lists the updates that each group has made.
-    The groups that are behind are distributed among the groups that are ahead. To spread the load, the assignment
-    differs from rank to rank."""
+    """Plan the copies of rank `rank` in the group at index `place`; `steps` lists the number of updates that each group
+    has made. The groups that are behind are distributed among the groups that are ahead. To spread the load, the
+    assignment differs from rank to rank."""
     front = [other for other, step in enumerate(steps) if step == max(steps)]
     behind = [other for other, step in enumerate(steps) if step < max(steps)]
     sources = {other: front[(number + rank) % len(front)] for number, other in enumerate(behind)}

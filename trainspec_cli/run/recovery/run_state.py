@@ -69,7 +69,7 @@ class RunState(NamedTuple):
     """True once the workers of this generation have written an event. Before that, they have nothing to save."""
     has_stepped: bool = False
     expected_groups: int = 0
-    """Number of groups that are running or may still come, if the run has several."""
+    """Number of groups that are running or may still join, if the run has several."""
     given_up: str = ""
     """Why the run ends although no stop was requested, for example because too few groups are left."""
     last_failure: str = "their nodes did not connect"

@@ -32,7 +32,8 @@ def step_deadline_s(recent_s: Sequence[float], floor_s: float, first_s: float = 
 
 
 def stall_after_s(recent_s: Sequence[float], deadline_s: float) -> float:
-    """Return the time after which a step that may be hanging is reported, long before `deadline_s` ends the run."""
+    """Return how long a step must take to be reported as possibly hanging. This is long before `deadline_s` ends the
+    run."""
     if len(recent_s) < LEARNING_STEPS:
         return math.inf
     return min(deadline_s / 2, max(STALL_FLOOR_S, STALL_SLOWER * max(recent_s)))

@@ -344,7 +344,7 @@ def refusals(case: Case) -> tuple[Problem, ...]:
 UPDATE = "adamw"
 """The operation that updates weights. All other operations affect the gradients."""
 SPREAD_FAMILIES = {"grouped_matmul": "moe", "ssd_scan": "mamba"}
-"""The family that an operation is measured with in several layouts; `dense` for all operations not listed here."""
+"""The model family used to measure an operation in several layouts; `dense` for all operations not listed here."""
 FP8 = "fp8"
 
 

@@ -104,7 +104,7 @@ def layout_of(spec: RunSpec) -> Layout:
 
 
 def batch_problem(run: RunValues) -> Problem | None:
-    """Return a problem if the ranks would get different numbers of samples, which only trainspec supports."""
+    """Return a problem if the ranks would get different numbers of samples, because only trainspec supports that."""
     samples = run.whole("batching.global_batch_size")
     micro = run.whole("batching.micro_batch_size")
     ranks = run.whole(f"{DERIVED}data_parallel_size")

@@ -285,7 +285,7 @@ def device_name(machine: Machine) -> str:
 
 
 def start_environment(job: Job, generation: int, node: str = "", *, on_terminal: bool = False) -> dict[str, str]:
-    """Return the environment variables for one start: the folders in which its processes count their steps and torchrun
+    """Return the environment variables for one start: the folders where its processes count their steps and torchrun
     writes logs. `node`: name of this node's folders in a job on several nodes. `on_terminal`: processes print directly
     to the terminal, because torchrun would turn each refresh of a progress bar into a new line."""
     progress = {PROGRESS: f"{job.launch_id}:{job.run.progress(generation) / node}"}

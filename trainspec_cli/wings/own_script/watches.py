@@ -193,8 +193,8 @@ class SignsOfWork:
 
 
 MOVED_BYTES = 2**16
-"""A process that moves fewer bytes than this between two samples does not count as working, because keeping connections
-alive moves some."""
+"""A process that moves fewer bytes than this between two samples does not count as working, because keep-alive traffic
+also moves some."""
 BUSY_CORES = 0.2
 """A process counts as asleep if it computes or waits for a processor for less than this fraction of the time."""
 
@@ -419,7 +419,7 @@ def locate(stack: str) -> str:
 
 def name_late(ranks: Sequence[RankStands]) -> tuple[list[int], str]:
     """Return the ranks on all nodes that the other ranks are waiting for, and why; all ranks if none differs. If all
-    ranks wait in a library, those that wait at a different place than the majority have skipped an exchange or made an
+    ranks wait in a library, those that wait in a different place from the majority have skipped an exchange or made an
     extra one."""
     numbers = sorted(rank.rank for rank in ranks)
     if ended := sorted(rank.rank for rank in ranks if rank.ended):

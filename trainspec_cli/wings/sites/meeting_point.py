@@ -77,7 +77,7 @@ class Rounds:
         self.folder.mkdir(exist_ok=True)
         rows = [(site, rank, part) for site, parts in sorted(payloads.items()) for rank, part in sorted(parts.items())]
         head = json.dumps([[site, rank, len(part)] for site, rank, part in rows], allow_nan=False).encode()
-        # Write the gradients first, so that the state never names a round whose gradients are missing.
+        # Write the gradients first, so that the state never refers to a round whose gradients are missing.
         path = self._path(state.round)
         partial = path.with_suffix(".partial")
         partial.write_bytes(b"\n".join((head, b"".join(part for *_, part in rows))))

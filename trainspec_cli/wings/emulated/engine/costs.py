@@ -143,8 +143,8 @@ class ChipCosts:
         return traffic_s
 
     def exchange_s(self, kind: str, ranks: Sequence[int], nbytes: float) -> float:
-        """Return the time of an exchange among these global ranks; `nbytes` is the larger of the bytes that any rank
-        sends and receives."""
+        """Return the time of an exchange among these global ranks; `nbytes` is the most that any rank sends or
+        receives."""
         group = group_of_ranks(self.fabric, ranks, self.eff)
         if kind == "allreduce":
             return all_reduce_s(group, nbytes, self.eff)

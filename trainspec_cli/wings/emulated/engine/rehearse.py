@@ -1,7 +1,7 @@
 """Run steps of one rank of a plan on the emulated device, without values and without the other ranks.
 
 Tensors have shapes and memory, and exchanges complete immediately, so one process can represent any rank of a world of
-any size. Tokens are spread evenly over experts. Blocks run eagerly, with the default kernels."""
+any size. Tokens are spread evenly across experts. Blocks run eagerly, with the default kernels."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ scheduler with probabilistic guarantees of finding bugs"), so that a stream may 
 
 With virtual time, each stream and the host have a clock. Work starts when the host has queued it and the stream has
 finished the work before it. The host's clock advances when it queues something or waits. None of this depends on real
-time, or on when the work really runs.
+time, or on when the work actually runs.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class AttachedRun:
         """Return a loader whose order depends only on `seed` and the epoch. `batch_size` is the number of samples per
         step across all ranks, which take equal shares. `options` are passed to torch's DataLoader, such as num_workers.
 
-        With `largest_share`, sample shares adapt to the ranks' measured speeds, as in a run of a recipe; no rank takes
-        more samples per step than that. The loss must then be passed to `weighted`."""
+        With `largest_share`, sample shares adapt to the ranks' measured speeds, as in a run of a recipe, and no rank
+        takes more than this many samples per step. The loss must then be passed to `weighted`."""
         from torch.utils.data import DataLoader
 
         ranks = self._join()

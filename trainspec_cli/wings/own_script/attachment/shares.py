@@ -94,7 +94,7 @@ class Shares:
         computed_s, passed_s = self._clock.read()
         if computed_s is None:
             message = (
-                "a step must call job.weighted(loss) exactly once, but this step called it never or more than once"
+                "a step must call job.weighted(loss) exactly once; this step called it zero times or more than once"
             )
             hint = "with unequal shares, call job.weighted(loss).backward() once per step"
             raise RecipeError(Problem("not_weighted", message, "largest_share", hint))

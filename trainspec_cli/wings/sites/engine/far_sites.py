@@ -126,7 +126,7 @@ class FarSites(Coordinator):
                 f"the checkpoint of step {step} has no shared weights for this layout: it was written in another "
                 "layout or without resilience=sites",
                 code="no_shared_weights",
-                hint="resume in the layout of the run's start, or start a new run with init.from=<this run's folder>",
+                hint="resume in the run's original layout, or start a new run with init.from=<this run's folder>",
             )
         if outer.is_new:
             outer.begin()

@@ -1,4 +1,4 @@
-"""The shared weights of all sites on one rank of a site, and the rank's encoded outer gradients.
+"""The weights shared by all sites, as kept by one rank of a site, and the rank's encoded outer gradients.
 
 For its share of each trained parameter, in any layout, the rank keeps the shared weights and the outer momentum in
 fp32. Each share is encoded separately, so copies of a share on several ranks stay bitwise identical."""
