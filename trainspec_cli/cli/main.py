@@ -57,7 +57,7 @@ _TRUNK = {
     "logs": Command("look at runs", "print the output of a run, and follow it (-f)", takes_run=True),
     "report": Command("look at runs", "show how a run went, and where its time was spent", takes_run=True),
     "diagnose": Command(
-        "look at runs", "find what slows a run: cause, place, cost, evidence and remedy", takes_run=True
+        "look at runs", "find what is slowing a run: cause, place, cost, evidence and remedy", takes_run=True
     ),
     "list": Command("recipes", "list recipes and the options of every group: models, clusters, optimizers, ..."),
     "show": Command("recipes", "print a composed recipe, or what differs from another", takes_keys=True),
