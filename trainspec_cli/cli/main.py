@@ -200,7 +200,7 @@ def dispatch(arguments: Sequence[str], style: Style) -> int:
         print(f"trainspec {__version__}")
         return 0
     if name == COMPLETE:
-        # A shell waits for `complete` each time Tab is pressed, so it runs before typer is imported.
+        # A shell waits for `complete` each time Tab is pressed, so this command runs before typer is imported.
         from trainspec_cli.cli.complete import complete
 
         print("\n".join(complete(" ".join(rest), COMMANDS)))
@@ -258,8 +258,8 @@ def load_command(name: str) -> Any:
 
 
 def _usage_error() -> type[Exception]:
-    """Return click's class of usage errors through a class that typer exports, because typer may bundle its own copy of
-    click."""
+    """Return click's class for usage errors, found by way of a class that typer exports, because typer may bundle its
+    own copy of click."""
     import typer
 
     # Look for a base class instead of a module, because typer has moved click into its package and may move it again.

@@ -117,7 +117,7 @@ class ResilienceSpec:
 
     @property
     def is_one_of_several(self) -> bool:
-        """Return whether other runs train together with this one, which then restarts independently of them."""
+        """Return whether other runs train together with this one. If so, it restarts independently of them."""
         return self.mode == "sites"
 
     @property

@@ -256,7 +256,7 @@ NF4_BLOCK = 64
 NF4_SCALE_BLOCK = 256
 """Number of these scales that share one scale when they are quantised to 8 bits."""
 NF4_CHUNK = 2**24
-"""Number of weights that are dequantised at a time, which limits the fp32 memory."""
+"""Number of weights that are dequantised at a time; this limits the memory that fp32 values take."""
 TARGETS = ("q", "k", "v", "out", "gate", "up", "down")
 """The matrices of attention and feed-forward, by their names in the engine."""
 

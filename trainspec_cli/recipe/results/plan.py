@@ -219,7 +219,7 @@ class LocalPrediction:
     memory: dict[str, float]
     """Peak bytes of one process by cause, as measured by a run."""
     beside: dict[str, float] = field(default_factory=dict)
-    """Bytes that a GPU needs outside its allocator, which a run does not measure."""
+    """Bytes that a GPU needs outside its allocator; a run does not measure them."""
     links: tuple[PlannedLink, ...] = ()
     """The links of the axes whose exchanges a run measures."""
 
@@ -326,7 +326,8 @@ class Plan:
     unknown."""
 
     layer_flops: tuple[float, ...] = ()
-    """FLOPs of a micro-batch's forward by layer, which the scheduler uses to move layers; empty without a pipeline."""
+    """FLOPs of a micro-batch's forward pass, by layer; the scheduler uses them to move layers. Empty without a
+    pipeline."""
     head_flops: float = 0.0
 
     kernels: KernelSpec = field(default_factory=KernelSpec)

@@ -85,7 +85,7 @@ RUN_SERVICES: Point[Callable[[RunDir, Plan], AbstractContextManager[None]]] = Po
 MOST_KNOWN = 50
 """Number of most recent runs to check for those still in progress."""
 MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
-"""Plan fields that depend on the machine, which may differ when a run is resumed."""
+"""Plan fields that depend on the machine, and may therefore differ when a run is resumed."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Synthetic MR-like images: ellipsoids of tissue under a bias field, with Rician noise.
 
-Sample `index` is a pure function of the seed and the index, so that nothing is stored and any rank can generate any
-sample. For a U-Net, every voxel is labelled with its tissue. For a classifier, the sample is labelled with the kind of
-its lesion."""
+Sample `index` is a pure function of the seed and the index, so nothing is stored and any rank can generate any sample.
+For a U-Net, every voxel is labelled with its tissue. For a classifier, the sample is labelled with the kind of its
+lesion."""
 
 from __future__ import annotations
 
