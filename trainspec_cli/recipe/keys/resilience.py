@@ -19,7 +19,7 @@ from trainspec_cli.recipe.field_types import (
 RecoveryMode = Literal["restart", "elastic", "sites", "none"]
 SiteFormat = Literal["int4", "int8", "bf16"]
 FIRST_SITE = 0
-"""Number of the site that runs the meeting point, which is the server where sites exchange their progress."""
+"""Number of the site that runs the meeting point: the server through which sites exchange their progress."""
 
 
 @dataclass(frozen=True)

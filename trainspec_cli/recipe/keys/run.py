@@ -166,8 +166,8 @@ class CheckpointSpec:
     interval_steps: AutoInt | None = AUTO
     """Number of steps between checkpoints; null: only one at the end (and when the run is stopped).
 
-    auto: the first one after a minute of training, so that shorter runs write only the final one; then at intervals of
-    one to ten minutes, depending on the measured cost of a checkpoint and the cluster's failure rate (Daly 2006)."""
+    auto: the first one after a minute of training (shorter runs write only the final one), then at intervals of one to
+    ten minutes, depending on the measured cost of a checkpoint and the cluster's failure rate (Daly 2006)."""
     mode: Literal["async", "sync"] = "async"
     """async: training waits only for a copy in memory, which is then written in the background; sync: training waits
     until the checkpoint is on disk."""

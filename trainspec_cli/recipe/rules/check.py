@@ -389,7 +389,7 @@ def matrix_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
 
 
 def packages(spec: RunSpec) -> Iterator[Problem]:
-    """Require the packages that an extra installs."""
+    """Require the optional packages that the recipe needs, which extras of trainspec install."""
     tracked = [(f"tracking.{name}", "true", name, name) for name in TRACKERS if getattr(spec.tracking, name)]
     sources = {"data.source": spec.data.source}
     for group in ("mixture", "validation"):

@@ -109,7 +109,7 @@ class Joined:
     join_key: str = JOIN_KEY
     """Key or option that specifies how long nodes wait for one another."""
     of_slurm: bool = False
-    """True if srun merges the output of all nodes, so that the first node's progress is already visible."""
+    """True if srun merges the output of all nodes; the first node's progress is then already visible."""
 
 
 def join(
