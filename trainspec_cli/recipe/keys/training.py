@@ -40,7 +40,7 @@ vectors."""
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """The course of the learning rate, as a pure function of the step (see `balance/batch/batch.py`)."""
+    """The schedule of the learning rate, which is a pure function of the step (see `balance/batch/batch.py`)."""
 
     kind: Literal["constant", "cosine", "wsd"] = "cosine"
     """constant; cosine: falls to `final_lr_ratio` along a half cosine; wsd: constant, then falling over the last
@@ -80,7 +80,7 @@ class OptimSpec:
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay, which applies only to matrices, not to norms and biases."""
     grad_clip_norm: PositiveFloat | None = 1.0
-    """Maximum norm of all gradients together; if they exceed it, they are scaled down to it. null: no clipping."""
+    """Maximum norm of all gradients together; if it is exceeded, they are scaled down to it. null: no clipping."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     """How the learning rate changes during the run."""
     options: dict[str, Option] = field(default_factory=dict)

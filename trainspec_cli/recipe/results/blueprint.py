@@ -100,7 +100,7 @@ class Blueprint:
         )
 
 
-# Dimensions of a multi-plane fabric, and what failures of its parts cost a job.
+# Dimensions of a multi-plane fabric, and how failures of its parts affect a job.
 
 
 Part = Literal["link", "port", "t1_switch", "t0_switch", "plane", "transceiver"]
