@@ -76,7 +76,7 @@ class SampleOrder(Protocol):
     def rows(self, positions: np.ndarray) -> list[Row]: ...
 
     def counted(self, positions: np.ndarray) -> int:
-        """Return the number of targets that count in the loss, in these rows together."""
+        """Return the total number of targets in these rows that count in the loss."""
 
 
 @dataclass(frozen=True)

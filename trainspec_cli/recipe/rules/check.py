@@ -569,7 +569,7 @@ def close_axes(spec: RunSpec) -> RunSpec:
 
 
 def own_framework(spec: RunSpec) -> Iterator[Problem]:
-    """Reject launching frameworks other than trainspec's own engine, because they can only be planned."""
+    """Reject launches with a framework other than trainspec's own engine, because such runs can only be planned."""
     if not spec.framework.counted:
         message = f"`framework` is {spec.framework.name}, whose runs can be planned but not started"
         hint = "leave `framework` out, or run `trainspec plan`; `trainspec emit` writes other engines' configurations"

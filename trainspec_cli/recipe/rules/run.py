@@ -94,7 +94,7 @@ def framework_has(spec: RunSpec) -> Iterator[Problem]:
 RUN_RULES = (memory_copies, heldout, run_name, local_folder, framework_has)
 
 
-# Rules for what an optimizer cannot train or cannot be combined with.
+# Rules for optimizers: what they cannot train, and what they cannot be combined with.
 
 
 NAME = "optim.name"
@@ -426,8 +426,7 @@ SHORT = {
 
 
 def time_limit_s(text: str) -> float | None:
-    """Return the number of seconds in a time in one of Slurm's formats, infinity for no limit; None for any other
-    text."""
+    """Convert a time in one of Slurm's formats to seconds: infinity for no limit, None for any other text."""
     if text.lower() in NO_LIMIT:
         return float("inf")
     found = _TIME.fullmatch(text)
