@@ -379,8 +379,8 @@ def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> V
     repeated = 2 * width * query if query > k.elements else 0.0
     travelling = 2 * width * pair
     forward = 4 * query + travelling + (2 * width + 8) * query + 2 * width * query
-    # Sums of the queries' gradients, and a turn's gradient in fp32; gradients of the result; copies of half the queries,
-    # results and their gradients; the gradients of this turn and of the queries in the first turn.
+    # Sums of the queries' gradients, and a turn's gradient in fp32; gradients of the result; copies of half the
+    # queries, results and their gradients; the gradients of this turn and of the queries in the first turn.
     of_queries = (4 + 4 + width + 1.5 * width + 2.5 * width + width) * query + repeated
     # Sums of the gradients of keys and values, in this turn, in the first one, and those that travel.
     of_keys = travelling + 3 * 4 * pair
