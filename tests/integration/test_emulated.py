@@ -153,8 +153,8 @@ def verdicts(trainspec) -> list[tuple[str, int | None]]:
 SAMPLES = 128
 STEPS_OF_RUN = 24
 FASTEST_WITH_EXPERTS = (17, 17, 18, 8, 17, 17, 17, 17)
-"""The division with the shortest steps when rank 3 is slow, of 36 that were run: 7 to 10 samples for this rank, 14 to 20
-for the one with which it exchanges tokens, and a sample more or less for others. Ranks wait for each other in every
+"""The division with the shortest steps when rank 3 is slow, of 36 that were run: 7 to 10 samples for this rank, 14 to
+20 for the one with which it exchanges tokens, and a sample more or less for others. Ranks wait for each other in every
 layer, so the compute times of whole steps do not show which division is fastest."""
 CHANGED_STEPS = slice(2, 6)
 """The steps after a change of shares that are compared, counted from the first one with the new shares."""
