@@ -123,6 +123,19 @@ def test_the_products_of_all_experts_take_the_time_of_one_launch(way: str) -> No
     assert costs.operation_s(op, (first, second, ends), {}, None) == pytest.approx(expected[way])
 
 
+def test_a_convolution_of_single_channels_takes_the_time_of_its_traffic() -> None:
+    """Mamba's convolutions over time: the FLOPs of a gradient are those of the channel's own taps."""
+    costs = ChipCosts(H100, Fabric(H100, 1, 1, 1, 900, 400))
+    x = torch.empty(1, 4096, 8195, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(4096, 1, 4, dtype=torch.bfloat16, device="meta")
+    geometry = ([1], [0], [1], False, [0], 4096)
+    y = torch.ops.aten.convolution(x, weight, None, *geometry)
+    backward = torch.ops.aten.convolution_backward.default
+    args = (y, x, weight, [4096], *geometry, [True, True, True])
+    seconds = costs.operation_s(backward, args, {}, backward(*args))
+    assert seconds == pytest.approx(costs.memory_s(2 * 3 * x.numel()), rel=0.01)
+
+
 SMALL = DecoderModel(2, 512, 8, 4, 64, 1024, 1000)
 GPT_OSS = {"attention_bias": "all", "attention_sinks": True}
 BLOCKS = {
