@@ -72,7 +72,7 @@ def test_an_item_that_fails_is_recorded_and_the_others_are_found(tmp_path: Path)
     }
     assert schedule_of(tmp_path, bodies).run(120)
     found = found_in(tmp_path)
-    assert found["first"].pop("bad")["error"].splitlines()[-1] == "ZeroDivisionError: division by zero"  # type: ignore[index]
+    assert found["first"].pop("bad")["error"].splitlines()[-1].startswith("ZeroDivisionError: ")  # type: ignore[index]
     assert found["crash"].pop("killed")["error"].startswith("the process ended with -9")  # type: ignore[index]
     assert found == {
         "first": {"state": "done", "good": 1, "after": 3},

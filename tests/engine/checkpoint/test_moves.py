@@ -95,10 +95,10 @@ def test_several_holders_share_the_sending() -> None:
 def test_what_nobody_holds_is_refused() -> None:
     whole, half = place("matrix", 0, 1, 0), place("matrix", 0, 2, 1)
     assert whole and half
-    with pytest.raises(ValueError, match="do not hold every element of matrix"):
+    with pytest.raises(ValueError, match="every element of matrix"):
         plan_moves([[half]], [[whole]])
     other = PartPlace("matrix", torch.bfloat16, whole.offsets, whole.shape, whole.full_shape)
-    with pytest.raises(ValueError, match="a different shape or format"):
+    with pytest.raises(ValueError, match="different shape or format"):
         plan_moves([[whole]], [[other]])
 
 

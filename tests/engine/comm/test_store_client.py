@@ -125,14 +125,14 @@ def test_several_keys_are_set_one_by_one_each_with_its_value(store: RendezvousSt
 
 def test_a_key_that_nobody_sets_is_named(store: RendezvousStore, server: Server) -> None:
     server.answers.append({"missing": "b"})
-    with pytest.raises(dist.DistStoreError, match="no process has set `b` within 7 s"):
+    with pytest.raises(dist.DistStoreError, match="`b` within 7 s"):
         RendezvousStore.get(store, "b")
 
 
 @pytest.mark.parametrize(
     ("error", "raised", "words"),
     [
-        (OSError("gone"), dist.DistNetworkError, "the job's rendezvous server, there:29500: gone"),
+        (OSError("gone"), dist.DistNetworkError, "there:29500: gone"),
         (KeyboardInterrupt("stop"), KeyboardInterrupt, "stop"),
     ],
 )

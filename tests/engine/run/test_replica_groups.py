@@ -505,7 +505,7 @@ def test_a_flipped_bit_ends_every_group_and_names_the_wrong_one(
     trial.wait()
     for group in trial.started:
         assert isinstance(group.error, WorkerError) and group.error.problems[0].code == "diverged"
-        assert f"the parameters of {named} from the other groups' after step 4" in str(group.error)
+        assert f"{named} " in str(group.error) and "after step 4" in str(group.error)
 
 
 @pytest.mark.parametrize(("interval", "found_after"), [(5, 5), (None, None)])
@@ -521,7 +521,7 @@ def test_weights_are_compared_every_so_many_steps_or_never(
         assert told == {"None"}
         assert {group.progress.step for group in trial.started} == {STEPS}
     else:
-        assert all(f"from the other groups' after step {found_after}" in words for words in told)
+        assert all(f"after step {found_after}" in words for words in told)
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 3 / BATCH), ("sqrt", (3 / BATCH) ** 0.5), ("none", 1.0)])
@@ -547,9 +547,9 @@ def given(trial: Lab) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("speeds", "counts", "reason", "before_s", "expected_s"),
     [
-        ((30.0, 10.0, 30.0), (3, 1, 3), "replica group 1 computes 10 samples per second (median: 30)", 0.2, 0.1),
-        ((10.0, 10.0, 50.0), (1, 1, 5), "replica group 2 computes 50 samples per second (median: 10)", 0.3, 0.1),
-        ((30.0, 10.0, 0.0), (4, 1, 2), "replica group 1 computes 10 samples per second (median: 20)", 0.2, 4 / 30),
+        ((30.0, 10.0, 30.0), (3, 1, 3), ("group 1 ", " 10 samples ", "30)"), 0.2, 0.1),
+        ((10.0, 10.0, 50.0), (1, 1, 5), ("group 2 ", " 50 samples ", "10)"), 0.3, 0.1),
+        ((30.0, 10.0, 0.0), (4, 1, 2), ("group 1 ", " 10 samples ", "20)"), 0.2, 4 / 30),
     ],
     ids=["a slow group", "a fast group", "an unknown rate is the usual one"],
 )
@@ -557,7 +557,7 @@ def test_groups_take_samples_by_their_speed(
     lab: Callable[..., Lab],
     speeds: tuple[float, ...],
     counts: tuple[int, ...],
-    reason: str,
+    reason: tuple[str, ...],
     before_s: float,
     expected_s: float,
 ) -> None:
@@ -573,7 +573,7 @@ def test_groups_take_samples_by_their_speed(
     assert (directive["type"], directive["kind"], directive["step"], directive["applied"]) == (
         *("directive", "group_shares", 1, True),
     )
-    assert (tuple(directive["counts"]), directive["reason"]) == (counts, reason)
+    assert tuple(directive["counts"]) == counts and all(fact in directive["reason"] for fact in reason)
     assert (directive["before_s"], directive["expected_s"]) == pytest.approx((before_s, expected_s))
     assert [event["number"] for event in trial.log("directive")] == [directive["number"]], "the run's log has it too"
 

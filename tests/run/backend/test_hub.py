@@ -301,14 +301,14 @@ def test_an_agent_that_is_killed_is_lost_at_once(hub: Hub, call) -> None:
     poll_until(hub, lambda: hub.nodes[1].wire, agent)
     agent.close()
     poll_until(hub, lambda: hub.nodes[1].loss)
-    assert "closed its connection without notice" in hub.nodes[1].loss
+    assert "without notice" in hub.nodes[1].loss
 
 
 def test_who_never_comes_is_lost() -> None:
     NEWS.clear()
     hub = Hub(1, SECRET, listen(HERE), timeout_s=1.0, join_timeout_s=0.0)
     news = poll_until(hub, lambda: hub.nodes[0].is_gone)
-    assert hub.nodes[0].loss == "did not join within 0 s"
+    assert "not join within 0 s" in hub.nodes[0].loss
     assert news == [(hub.nodes[0], Lost())]
     hub.close()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from lab.problems import raises
 
 from trainspec_cli.core.environment_names import RENDEZVOUS, SECRET_FILE
 from trainspec_cli.core.errors import MachineError
@@ -114,7 +115,7 @@ def test_a_server_that_keeps_ending_at_once_is_given_up(rendezvous: Rendezvous, 
     assert rendezvous.keep_alive(), "it lived for a while: the count begins anew"
     end_soon(address.MAX_FAILURES)
     server.live(1.5 * RESTART_INTERVAL_S)
-    with pytest.raises(MachineError, match="exits as soon as it is started"):
+    with raises(MachineError, "rendezvous"):
         rendezvous.keep_alive()
 
 

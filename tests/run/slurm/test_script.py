@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from lab.problems import raises
 
 import trainspec_cli
 from trainspec_cli.core.errors import RecipeError
@@ -236,7 +237,7 @@ def test_folders_are_mounted_where_they_lie_and_by_their_names(tmp_path: Path) -
 
 @pytest.mark.parametrize("folder", ["/", "/a:b", "/a,b"])
 def test_a_folder_that_cannot_be_mounted_is_refused(folder: str) -> None:
-    with pytest.raises(RecipeError, match="cannot be mounted because of its name"):
+    with raises(RecipeError, "bad_mount", path="cluster.slurm.container_image"):
         mounts(SlurmSpec(container_image="x"), [Path(folder)])
 
 
@@ -338,7 +339,7 @@ def test_setup_may_have_lines_and_hides_nothing(control: str) -> None:
 
 @pytest.mark.parametrize("folder", ["a\nb", "a\\b", "a\x1b]0;b", "a\u202eb"])
 def test_a_folder_that_a_script_cannot_name_is_refused(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="sbatch accepts no backslash, line break or control character") as refused:
+    with raises(RecipeError, "bad_text") as refused:
         check_folder(tmp_path / folder)
     assert folder not in str(refused.value) or folder == "a\\b"
 
