@@ -32,7 +32,7 @@ TINY = ("recipe=tiny", "checkpoint.interval_steps=null", "data.max_bytes=200000"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, measured_cache: Path) -> Path:
-    """A working directory, with a cache beside it that has a probe of this machine."""
+    """A working directory and a cache with a probe of this machine."""
     place = tmp_path_factory.mktemp("place")
     cache = place / "cache" / "machine"
     cache.mkdir(parents=True)

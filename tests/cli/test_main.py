@@ -117,7 +117,7 @@ def test_what_a_command_returns_is_the_exit_code(monkeypatch, code: int) -> None
 
 @pytest.mark.parametrize("command", ["launch", "resume"])
 def test_a_request_to_stop_interrupts_what_comes_before_the_workers(monkeypatch, command: str) -> None:
-    """Unasked, SIGTERM ends a process at once, and whatever it has started or half written stays."""
+    """Without a handler, SIGTERM ends the process immediately and leaves its children and half-written files."""
 
     def begin(*_: object, **__: object) -> int:
         os.kill(os.getpid(), signal.SIGTERM)

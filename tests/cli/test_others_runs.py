@@ -155,7 +155,7 @@ def test_a_run_that_is_closed_says_so_and_is_not_listed(
 
 
 def test_ones_own_run_behind_ones_own_link_goes_on(trainspec: Command, run: RunDir, place: Path) -> None:
-    """As where runs/ lies on another disk; it is refused for a reason of its own, and later."""
+    """A link such as that of a runs/ on another disk is accepted; the run is refused later, for another reason."""
     about = read_json(run.run_json)
     write_json(run.run_json, {**about, "data_dir": str(place / "gone")})
     plan = read_json(run.plan_json)

@@ -39,7 +39,7 @@ def make_run(root: Path, step: int, **result: Any) -> RunDir:
 
 
 def listed(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, dict[str, Any]]:
-    """By the run's name."""
+    """Return the copies that `runs` lists, by the name of their run."""
     assert trainspec(["runs", *options, "--json"]) == 0
     return {Path(row["run"] or "").name: row for row in json.loads(capsys.readouterr().out)}
 

@@ -38,7 +38,7 @@ def test_all_are_written_where_no_group_and_no_recipe_is_seen_in_them(capsys, wr
     assert [file.read_bytes() for file in written] == [file.read_bytes() for file in sorted(PUBLISHED.iterdir())]
     assert sorted(capsys.readouterr().out.splitlines()) == [f"wrote conf/schema/{file.name}" for file in written]
     after = find_folders(tmp_path)
-    assert after.conf != before.conf, "conf/schema alone makes a conf folder of one's own"
+    assert after.conf != before.conf, "conf/schema alone counts as the user's conf folder"
     assert (after.groups, after.recipe_names()) == (before.groups, before.recipe_names())
     assert not [word for word in complete("trainspec launch ", COMMANDS) if word.startswith("schema")]
     assert run(["validate", "recipe=tiny"]) == 0

@@ -90,7 +90,7 @@ COMMANDS = {
     "report": ("report", "runs/tiny/one"),
     "report as JSON": ("report", "runs/tiny/one", "--json"),
     "report as a page": ("report", "runs/tiny/one", "--html", "page.html"),
-    "resume, of which nothing is left": ("resume", "runs/tiny/one"),
+    "resume, which leaves nothing": ("resume", "runs/tiny/one"),
     "export of a step that is not there": ("export", "runs/tiny/one", "--output", "out", "--step", "3"),
 }
 """Those that read a run and start nothing."""

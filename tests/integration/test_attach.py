@@ -1,4 +1,4 @@
-"""`trainspec_cli.attach`: scripts that go on to the bit from where they were killed, and end when they are asked to."""
+"""`trainspec_cli.attach`: killed scripts resume to the bit, and scripts end on request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCRIPTS = Path(__file__).parents[1] / "lab" / "own_commands"
 RANKS = {"plain": 1, "own_loader": 1, "accelerated": 1, "ddp": 2, "fsdp2": 2}
 EPOCHS = 5
 STEPS = {kind: EPOCHS * (7 if kind == "own_loader" else 6) for kind in RANKS}
-"""Of 50 samples in batches of 8; a loader of one's own gives the rest as well."""
+"""50 samples in batches of 8; a user-defined loader also returns the last, smaller batch."""
 
 
 def command(kind: str, folder: Path, *more: str, script: str = "attached.py") -> list[str]:

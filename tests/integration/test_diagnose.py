@@ -1,4 +1,4 @@
-"""A rank of a real run that becomes slow is named, while the run goes on and afterwards."""
+"""A rank of a real run that becomes slow is named, during the run and afterwards."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def kill_and_heal(start_trainspec, root: Path) -> RunDir:
 
 @pytest.mark.slow
 def test_the_losses_of_a_healed_run_are_those_of_an_unharmed_one(start_trainspec, trainspec, tmp_path):
-    """Of two groups bit for bit: a sum of two is the same in either order."""
+    """With two groups the bits are the same: a sum of two does not depend on their order."""
     run = kill_and_heal(start_trainspec, tmp_path)
     steps = max(losses(run))
     ended = trainspec("launch", *ELASTIC, f"train.max_steps={steps}", "run.dir=unharmed")

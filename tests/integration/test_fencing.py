@@ -1,4 +1,4 @@
-"""An old worker that lives on when the run was begun anew writes nothing into it."""
+"""A worker of an earlier start that survives writes nothing once the run has started again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`trainspec run` with scripts of eight kinds, each as its framework's users write it: steps counted exactly, exit
 codes kept, killed ranks made good from the script's own checkpoints, and hangs named.
 
-A framework that is not installed beside trainspec is looked for in the Python that PYTHON_DEEPSPEED, PYTHON_LIGHTNING,
-PYTHON_TENSORFLOW or PYTHON_JAX names.
+A framework that is not installed together with trainspec is looked for in the Python that PYTHON_DEEPSPEED,
+PYTHON_LIGHTNING, PYTHON_TENSORFLOW or PYTHON_JAX names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run on a disk that fills: it goes on without the checkpoints that do not fit, and its older ones stay whole."""
+"""A run on a disk that fills: it continues without the checkpoints that do not fit, and keeps its older ones."""
 
 import os
 import shutil

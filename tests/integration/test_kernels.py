@@ -1,4 +1,4 @@
-"""`kernels=auto` in whole runs: what was chosen stands in the run folder, and holds for as long as the run goes on."""
+"""`kernels=auto` in whole runs: the choice is written to the run folder, and a resumed run keeps it."""
 
 import json
 import shutil

@@ -22,13 +22,13 @@ RECIPE = (
     f"train.max_steps={STEPS}",
     "fault=slow(step=5,seconds=0.1,steps=20)",
 )
-"""Slow where a test looks for it, so that it still goes on if the test is held up for seconds."""
+"""Slow at the step that a test waits for, so that it is still running if the test is delayed by seconds."""
 LAUNCH = (sys.executable, "-m", "trainspec_cli", "launch")
 
 
 @pytest.mark.slow
 def test_kill_9_of_torchrun_starts_the_run_again(wait_for_step, workers_of, start_trainspec, tmp_path, read_result):
-    """No checkpoint was due: the run goes on from what the workers saved when they had lost torchrun."""
+    """No checkpoint was due: the run continues from the one that the workers wrote after they had lost torchrun."""
     process = start_trainspec("launch", *RECIPE, "run.dir=run")
     run = RunDir(tmp_path / "run")
     wait_for_step(run, 5, process)
@@ -74,7 +74,7 @@ def test_kill_9_of_the_supervisor_while_workers_start_leaves_nobody(start_trains
 
 
 def hears(worker: psutil.Process) -> bool:
-    """Torch is imported when a request to stop is heard already."""
+    """Return whether the worker handles requests to stop, which it does before it imports torch."""
     try:
         return any("libtorch" in mapped.path for mapped in worker.memory_maps())
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""Killed workers' state stays in the host's memory, and a resumed run goes on from there: no disk was needed."""
+"""The state of killed workers stays in the host's memory, and a resumed run continues from it without a disk."""
 
 import pytest
 from integration.conftest import WHOLE, slow_from

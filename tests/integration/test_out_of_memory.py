@@ -41,7 +41,7 @@ def losses(run: RunDir) -> list[float]:
 
 @pytest.fixture(scope="session")
 def undisturbed_losses(whole_of: Any) -> list[float]:
-    """Of the same samples, whatever the layout."""
+    """The losses of an undisturbed run with the same samples, which are the same in every layout."""
     return losses(whole_of(*RECIPE, *LAYOUTS["zero3"]))
 
 
@@ -135,7 +135,7 @@ LARGE = (
 def test_a_worker_that_the_kernel_kills_goes_on_with_less_memory(
     trainspec_in, tmp_path: Path, memory_limit: Callable[[int], Path]
 ) -> None:
-    """All samples at once take some 2 GiB of activations; the launcher, torchrun and an idle worker some 1 GiB."""
+    """The activations of all samples take about 2 GiB; the launcher, torchrun and an idle worker about 1 GiB."""
     ended = trainspec_in(memory_limit(LIMIT_BYTES), "launch", *LARGE)
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said

@@ -1,4 +1,4 @@
-"""A whole run of one's own source, optimizer, callback and tracker: killed, resumed, and with an error."""
+"""A whole run with a user-defined source, optimizer, callback and tracker: killed, resumed, and with an error."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_group_that_dies_heals_with_the_state_of_ones_own_optimizer(
     check_nothing_was_lost(run, may_lack_notes=True)
     steps = max(losses(run))
     seen = [int(word) for word in (run.root / "seen0.txt").read_text().replace("stopped", " ").split()]
-    assert sorted(set(seen)) == list(range(1, steps + 1)), "each step is told of"
+    assert sorted(set(seen)) == list(range(1, steps + 1)), "each step is reported"
     ended = trainspec("launch", *GROUPS, f"train.max_steps={steps}", "run.dir=unharmed")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     if group == 1:  # a sum of two is the same in either order; the steps made alone are those of the other group

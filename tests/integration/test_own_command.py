@@ -53,7 +53,7 @@ def pids_of(run: RunDir) -> dict[int, int]:
 
 @pytest.mark.slow
 def test_a_loop_is_counted_and_its_run_can_be_looked_at(trainspec, tmp_path, read_result):
-    """Its torch stands in for the real one, which the slow tests train with."""
+    """Its torch is a stand-in; the slow tests train with the real one."""
     (tmp_path / "train.py").write_text(STAND_IN_LOOP)
     ran = trainspec("run", "--dir", "run", "--", sys.executable, "train.py", "30")
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -80,7 +80,7 @@ def test_a_run_without_the_memory_for_a_change_keeps_its_layout(trainspec, tmp_p
 
 
 SAMPLE_S = 0.1
-"""Of all layers together, on every rank; the slow one takes twice as long."""
+"""Seconds that a sample takes in all layers together, on every rank; the slow rank takes twice as long."""
 SLOWED, RECOVERED = 14, 60
 
 

@@ -28,7 +28,7 @@ ENDLESS = ("recipe=tiny", "data.max_bytes=200000", "train.max_steps=100000", "ch
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of runs, none of which is left behind by a test that fails."""
+    """A folder whose runs are ended even if the test fails."""
     folder = tmp_path_factory.mktemp("place")
     yield folder
     for pid_json in folder.glob("*/pid.json"):

@@ -1,4 +1,4 @@
-"""What stands beside the tensors of an exported run, and which checkpoint is exported."""
+"""The other files of an exported run, and the choice of the checkpoint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make(tmp_path: Path, make_plan: Callable[..., Plan]) -> Make:
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[ExportRequest]:
-    """What the engine is asked to write."""
+    """The requests to the engine."""
     requests: list[ExportRequest] = []
 
     def run_tool(tool: Any, request: ExportRequest) -> None:

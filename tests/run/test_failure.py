@@ -1,4 +1,4 @@
-"""Which of several failures is the one to show."""
+"""The choice of the failure to show among several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backend is chosen, on figures made up."""
+"""The choice of a backend, on made-up figures."""
 
 from __future__ import annotations
 

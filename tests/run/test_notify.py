@@ -1,4 +1,4 @@
-"""Who is told of a run's end, and what becomes of one who cannot be."""
+"""Notifications of a run's end, and those that fail."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ from trainspec_cli.run.recovery.run_state import NodeSlow
 from trainspec_cli.run.supervise import MEASURED_STEPS, SlowNodes
 
 STEP_S = 5.0
-"""Of which the slow node computes 4."""
+"""The slow node computes for 4 of these seconds."""
 
 
 class AtOnce(Executor):
-    """Plans when it is asked to, or `later`."""
+    """A planner that answers immediately, or `later`."""
 
     def __init__(self) -> None:
         self.later: list[Callable[[], None]] = []
@@ -85,7 +85,7 @@ class Lab:
         self.slow_nodes.hostnames = tuple(f"host{number}" for number in (job or self.job).nodes)
 
     def report_speeds(self, *samples_s: float) -> None:
-        """Each rank takes so long for its sample."""
+        """Report the seconds that each rank takes for its sample."""
         layout, zeros = Layout(dp_replicate=len(samples_s)), (0.0,) * len(samples_s)
         report = SpeedsReport(
             step=self.step,

@@ -180,7 +180,7 @@ def test_a_run_whose_memory_ran_out_leaves_its_next_start_what_to_take(tmp_path:
     assert report.startswith("it broke; ") and "from step 5 with micro-batches of 2 " in report
     (written,) = read_log(run.job.run.directives)
     assert isinstance(written, MemoryEvent)
-    assert written.layout == "tp=2", "in which it ran out, and not the one that the run began with"
+    assert written.layout == "tp=2", "the setting that ran out of memory, not the first one of the run"
     assert (written.failed, written.taken, written.restarts, written.was_killed) == (four, two, True, False)
     assert (written.step, written.lost_steps, written.used_bytes, written.limit_bytes) == (5, 0, 9, 8)
     assert written.rank == -1, "the supervisor wrote it"
@@ -329,7 +329,7 @@ def test_a_lost_node_is_written_down_and_ends_a_run_of_one_group(run: Run) -> No
 
 @pytest.mark.parametrize("done", [True, False])
 def test_what_has_ended_already_is_not_stopped(run: Run, done: bool) -> None:
-    """The request comes in the same instant; it is heard after what the backend saw."""
+    """The request arrives at the same instant; it is handled after the events of the backend."""
 
     def end() -> None:
         run.world.end(0, done=done, exit_code=0 if done else 1)

@@ -1,4 +1,4 @@
-"""One way to run an engine tool: what comes back, how a failure is shown, and that nothing is left."""
+"""Engine tools: their result, how a failure is shown, and that nothing is left."""
 
 from __future__ import annotations
 

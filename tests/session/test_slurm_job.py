@@ -36,7 +36,7 @@ MakeRun = Callable[..., RunDir]
 
 
 class Slurm:
-    """What is asked of Slurm."""
+    """The requests to Slurm."""
 
     def __init__(self) -> None:
         self.requeued: list[str] = []

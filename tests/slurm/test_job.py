@@ -13,7 +13,7 @@ from trainspec_cli.run.folder.events import read_events
 from trainspec_cli.run.folder.paths import RunDir
 
 LONG = ("train.max_steps=120", "checkpoint.interval_steps=10", "fault=slow(step=15,seconds=0.3,steps=20)")
-"""Slow where a test looks for it, so that it still goes on if the test is held up for seconds."""
+"""Slow at the step that a test waits for, so that it is still running if the test is delayed by seconds."""
 PATIENT = "resilience.heartbeat_timeout_s=3"
 
 

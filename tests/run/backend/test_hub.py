@@ -42,7 +42,7 @@ TIMEOUT_S = PATIENCE_S
 HERE = "127.0.0.1"
 REPORT = NodeReport("a b", 1.5, (Check("disk", "ok", "9 GB, é"),), SpeedResult("2.13", None, None, 2, 1e12, 1e9, 1))
 NEWS: list[News] = []
-"""What the hub has reported in this test."""
+"""News that the hub has reported in this test."""
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_idle_strangers_keep_no_agent_out(hub: Hub, call) -> None:
 
 
 def test_a_lasting_flood_keeps_no_agent_out(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two looks come more strangers than are taken in at once; a bound of one look would drop every agent."""
+    """More unknown clients connect between two polls than one poll accepts; a limit per poll would drop every agent."""
     monkeypatch.setattr(hub_module, "MAX_ACCEPTED", 16)
     hub._max_pending = hub_module.max_pending(2)
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""Supervision of real torchrun processes: how they end, what is said about it, and that nothing is left."""
+"""Supervision of real torchrun processes: how they end, how that is explained, and that nothing is left."""
 
 from __future__ import annotations
 

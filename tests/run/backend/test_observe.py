@@ -38,7 +38,7 @@ def job(make_job) -> Job:
 
 @pytest.fixture
 def two_groups(make_plan) -> Plan:
-    """Of two ranks each, on two nodes each."""
+    """A plan of groups of two ranks each, on two nodes each."""
     return replace(make_plan(), num_nodes=4, devices_per_node=1, replica_groups=2)
 
 

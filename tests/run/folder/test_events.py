@@ -262,4 +262,4 @@ def test_events_of_a_newer_version_are_refused_with_their_line(tmp_path):
     with raises(UnreadableFileError, NEWER_VERSION, " version 4.0 ") as caught:
         list(read_log(path))
     assert caught.value.problems[0].line == 2
-    assert [event.step for event in read_sound(path)] == [1, 2], "how a run ended is written down all the same"
+    assert [event.step for event in read_sound(path)] == [1, 2], "the end of the run is still recorded"

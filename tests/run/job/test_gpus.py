@@ -31,7 +31,7 @@ MIB = 2**20
 def test_the_gpus_that_cuda_would_show(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, expected: list[int]
 ) -> None:
-    """Numbers or UUIDs in order, ending before the first that names no GPU; what is left out is said."""
+    """Numbers or UUIDs in order, ending before the first that names no GPU; a note names those left out."""
     machine = tmp_path / "machine.json"
     gpus = [{"card": "h100_sxm", "used_mib": number, "uuid": f"GPU-{number:08x}-0"} for number in range(4)]
     machine.write_text(json.dumps({"gpus": gpus}))
@@ -213,7 +213,7 @@ def test_accelerators_on_which_nothing_runs(
 
 
 def test_the_stand_in_has_the_errors_of_the_real_module() -> None:
-    """What is asked of the lab's NVML exists in NVIDIA's, with the same codes."""
+    """Every function and code of the lab's NVML exists in NVIDIA's."""
     for name in (name for name in dir(stub) if name.startswith(("NVML_ERROR_", "NVML_CLOCK_"))):
         assert getattr(installed, name) == getattr(stub, name)
     for name in (name for name in dir(stub) if name.startswith(("nvml", "NVMLError"))):

@@ -49,7 +49,7 @@ def test_a_failure_of_nccl_ends_no_process_but_its_own(make_plan, machine: Machi
 
 
 def test_the_workers_import_this_very_copy(make_plan, machine: Machine, tmp_path: Path) -> None:
-    """From any folder, also one that holds files named like modules of the standard library."""
+    """The command works in any folder, even in one with files named like modules of the standard library."""
     (tmp_path / "random.py").write_text("raise SystemExit('the wrong random')")
     environment = {**os.environ, **job_environment(make_plan(), machine, "id")}
     program = [sys.executable, "-c", "import random, trainspec_cli as t; print(t.__file__)"]

@@ -116,7 +116,7 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     # One group: failures
     ("a worker failed: the others may report", ALONE, WorkerFailed(0), ["running"], (MarkFailure(),)),
     ("the same failure is marked once", a_run(RUNNING._replace(kill_at_s=LATE)), WorkerFailed(0), ["running"], ()),
-    ("orphans are asked to save", ALONE, Orphaned(0), ["running"], (MarkFailure(), Stop(0))),
+    ("orphans get a request to save", ALONE, Orphaned(0), ["running"], (MarkFailure(), Stop(0))),
     ("the time to report is over", a_run(RUNNING._replace(kill_at_s=LATE)), Tick(LATE + 0.1), ["ending"], (Kill(0),)),
     ("the time to report is not over", a_run(RUNNING._replace(kill_at_s=LATE)), Tick(LATE), ["running"], ()),
     ("it ended well", ALONE, ended(done=True, exit_code=0), ["done"], ()),
@@ -190,7 +190,7 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("a person stops it meanwhile", LEAVING._replace(stop_requested=True), ended(), ["gone"], ()),
     ("some of its processes are left behind", LEAVING, ended(left_behind=(7,)), ["gone"], ()),
     ("other nodes stand by", ALONE, NodesSeen(("a", "b")), ["running"], ()),
-    ("of several groups none is left out", PAIR, SLOW, ["running", "running"], ()),
+    ("with several groups, no group is left out", PAIR, SLOW, ["running", "running"], ()),
     # Several groups: failures
     ("a worker failed: its group is killed", PAIR, WorkerFailed(0), ["ending", "running"], (Kill(0),)),
     ("it is killed once", a_run(RUNNING._replace(phase="ending"), RUNNING), WorkerFailed(0), ["ending", "running"], ()),
@@ -243,11 +243,11 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("a node is back", PAIR, NodeBack(1), ["running", "running"], ()),
     ("a group is not waited for", a_run(RUNNING, WAITING), PresenceChanged(1, "away"), ["running", "waiting"],
      (Expect(1),)),
-    ("a group is away and comes back", a_run(RUNNING, WAITING._replace(presence="away"), expected_groups=1),
+    ("a group is away and returns", a_run(RUNNING, WAITING._replace(presence="away"), expected_groups=1),
      PresenceChanged(1, "there"), ["running", "running"], (Launch(1, 1), Expect(2))),
     ("an unfit node before anything ran", a_run(WAITING, WAITING), NodeUnfit(1, "b", "no GPU"), ["waiting", "waiting"],
      (Refuse("unfit_host", "node 1 (b): no GPU"),)),
-    ("a node comes back unfit", PAIR, NodeUnfit(1, "b", "no GPU"), ["running", "running"],
+    ("a node returns unfit", PAIR, NodeUnfit(1, "b", "no GPU"), ["running", "running"],
      (Inform("node 1 (b) came back but cannot take part: no GPU"),)),
     ("no agent could be started of several groups", a_run(WAITING, WAITING), AgentsFailed(3), ["waiting", "waiting"],
      (Refuse("agents_failed", "the launcher of the nodes' agents ended with exit code 3"),)),
@@ -364,7 +364,7 @@ def test_a_first_start_is_no_restart() -> None:
 
 
 def test_a_start_with_less_memory_is_no_restart_after_a_failure() -> None:
-    """Neither itself nor for the failures that follow, which count as ever."""
+    """It does not count, and the failures that follow count as usual."""
     state, _ = next_action(LADDER, ended(shortage=SHORT))
     for event in (Tick(LATE), PresenceChanged(0, "there")):
         state, _ = next_action(state, event)
@@ -384,7 +384,7 @@ def test_a_start_without_a_slow_node_is_no_restart_after_a_failure() -> None:
     assert (state.leaving, state.left_out, state.groups[0].is_planned) == (None, (1,), False)
     assert next_action(state, SLOW) == (state, ())
     state, _ = next_action(state, ended())
-    assert state.is_over, "the failures that follow count as ever"
+    assert state.is_over, "the failures that follow count as usual"
 
 
 def test_a_run_that_leaves_a_node_out_has_as_long_to_stop_as_at_a_request() -> None:
@@ -482,7 +482,7 @@ def test_a_command_whose_steps_nobody_counts_is_started_again_after_it_has_worke
     worked = own_failure(0, has_worked=True)
     assert not fail_own(begun, worked, worked)[0].is_over
     assert fail_own(begun, worked, worked, worked)[0].is_over, "its budget is used up"
-    assert fail_own(begun, worked, own_failure(0))[0].is_over, "it ended at once"
+    assert fail_own(begun, worked, own_failure(0))[0].is_over, "it ended immediately"
     assert fail_own(begun, own_failure(0, has_worked=True, foreseen=True))[0].is_over
 
 

@@ -22,7 +22,7 @@ RESILIENCE = ResilienceSpec(mode="elastic", heartbeat_timeout_s=7.0, exchange_ti
 
 
 class Server:
-    """Server processes that live until they are told to end, by a clock of the test's own."""
+    """Server processes that live until the test ends them, by the test's clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now_s, self.commands, self.is_alive = 100.0, [], True
@@ -46,7 +46,7 @@ class Server:
 
     @property
     def times_s(self) -> list[float]:
-        """Of the last start: silence, patience, pause, grace."""
+        """Silence, patience, pause and grace of the last start."""
         return [float(word) for word in self.commands[-1][6:]]
 
     def live(self, seconds: float) -> None:

@@ -61,7 +61,7 @@ def knock(rendezvous: Rendezvous) -> socket.socket:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other end closes it, after its nonce."""
+    """Return whether the other end closes the connection after its nonce."""
     try:
         while connection.recv(1000):
             pass

@@ -1,4 +1,4 @@
-"""With an scontrol that says what it is told to."""
+"""Slurm commands, with an scontrol that prints a given text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script as bash reads it, and what stands in it."""
+"""The script as bash reads it, and its content."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainspec_cli.run.slurm.script import check_folder, render_script, start_co
 
 
 def options(text: str) -> list[str]:
-    """What sbatch takes out of the lines ahead of the first command."""
+    """Return the options that sbatch reads from the lines before the first command."""
     lines = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), text.split("\n"))
     return [word for line in lines if line.startswith("#SBATCH") for word in sbatch_words(line.removeprefix("#SBATCH"))]
 
@@ -281,7 +281,7 @@ DIRECTIVES = {name: name.replace("_", "-") for name in TEXTS if not name.startsw
 def test_text_is_refused_or_reaches_slurm_as_it_is(
     render: Callable[..., str], tmp_path: Path, texts: dict[str, str], name: str, recipe: str, argument: str
 ) -> None:
-    """No value is more than the value of its own option, whatever stands in it."""
+    """No value reaches beyond its own option, whatever it contains."""
     slurm, root = SlurmSpec(**texts), tmp_path / f"{name} 0"
     assert not list(text_on_lines(as_spec(slurm)))
     assume(not is_refused(root))
@@ -311,7 +311,7 @@ def is_refused(root: Path) -> bool:
 
 
 def assert_runs_nothing(text: str, root: Path, folder: Path) -> None:
-    """The whole script as bash runs it, with a stand-in for the driver, which is told the run's folder."""
+    """The whole script as bash runs it, with a stand-in for the driver, which gets the run's folder."""
     script = text.replace(f"exec {sys.executable} -m", "exec printf '%s\\0'")
     done = subprocess.run(
         ["bash", "-eu", "-c", script], capture_output=True, text=True, cwd=folder, env={"PATH": "/usr/bin:/bin"}

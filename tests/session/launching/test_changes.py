@@ -1,4 +1,4 @@
-"""A run that goes on with more steps, another rate or other data says so, and does it."""
+"""A run that resumes with more steps, another rate or other data reports the change and makes it."""
 
 from __future__ import annotations
 

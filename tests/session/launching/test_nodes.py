@@ -68,7 +68,7 @@ def describe_start(run: RunDir):
 def test_a_node_shows_the_runs_progress_while_it_takes_part(
     run: RunDir, console: RunConsole, shown: StringIO, monkeypatch: pytest.MonkeyPatch, describe_start, of_slurm: bool
 ) -> None:
-    """As the first node does, whose output srun joins with its own."""
+    """The first node prints them too, and srun joins the outputs."""
     monkeypatch.setattr(live, "LINE_S", 0.0)
     write_event(run.events(0), stepped(6))
 

@@ -121,7 +121,7 @@ def test_the_rest_may_change(make_run: MakeRun, prepare: Prepare, change: str, v
 def test_a_run_keeps_the_setting_of_memory_that_it_began_with(
     make_run: MakeRun, prepare: Prepare, changes: tuple[str, ...], size: int, largest: int | None
 ) -> None:
-    """It had learned from runs before it that no more fits; what is asked for now goes before that."""
+    """Earlier runs have shown that no more fits; a value given now takes precedence."""
     run = make_run()
     began = with_reliefs(read_plan(run), [Relief(read_plan(run).memory_setting, MemorySetting(1, "none", "none"))])
     write_json(run.plan_json, to_plain(began))
@@ -295,7 +295,7 @@ def test_a_run_made_for_slurm_is_submitted_again(make_run: MakeRun, prepare: Pre
         prepare(run, "optim.lr=1e-3")
     hint = refused.value.problems[0].hint
     assert f"trainspec resume {run.root} optim.lr=1e-3, " in hint and hint.endswith(f" sbatch {run.job_sbatch}")
-    assert prepare(run, nodes=FIRST_OF_TWO).reach is not None, "unless it is said how its nodes are reached"
+    assert prepare(run, nodes=FIRST_OF_TWO).reach is not None, "unless the addresses of its nodes are given"
 
 
 @pytest.fixture

@@ -236,7 +236,7 @@ def test_a_launch_says_what_adapters_train_and_which_other_runs_train_here(
 def test_a_run_that_was_only_written_down_begins(
     make_run: MakeRun, here: Machine, console: RunConsole, shown: StringIO, steps: Steps
 ) -> None:
-    """As in a Slurm job's first start: its prediction and its kernels are written down, and no resume is."""
+    """In a Slurm job's first start, the prediction and the kernels are recorded, and no resume is."""
     run = make_run(step=0)
     start(own(run, here, console, REACH))
     assert shown.getvalue() == ""

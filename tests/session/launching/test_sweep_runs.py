@@ -1,4 +1,4 @@
-"""A sweep of runs on this node; the runs themselves are processes that leave a result at once, or wait for a signal."""
+"""A sweep of runs on this node; the runs are processes that write a result immediately, or wait for a signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budgets of recipes and of files of runs, and what is said about those that are wrong."""
+"""Budgets of recipes and of files of runs, and the errors in them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The planner is asked from the run folder, and what lies in the cache of this machine."""
+"""The planner is called with the run folder and the cache of this machine."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def test_a_change_has_its_own_largest_micro_batch() -> None:
 
 
 def learned(monkeypatch: pytest.MonkeyPatch, failed: int, taken: int) -> None:
-    """Earlier runs of every plan have run out of memory with micro-batches of so many samples."""
+    """Earlier runs of every plan have run out of memory with micro-batches of this many samples."""
     relief = Relief(*(MemorySetting(size, "none", "none") for size in (failed, taken)))
     limits = MemoryLimits("m", "d", "l", (Learned(relief, "run", 0.0),))
     monkeypatch.setattr("trainspec_cli.session.planning.predict.read_limits", lambda *_: limits)
@@ -337,7 +337,7 @@ def test_a_machine_is_measured_after_a_run_that_a_probe_predicts(
     tmp_path: Path,
     made_up_probe: MachineProbe,
 ) -> None:
-    """Once: what a run after it is predicted by is that probe. That other programs disturbed it is said then alone."""
+    """Once: later runs are predicted by that probe. A disturbance by other programs is reported only then."""
     monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path))
     monkeypatch.setenv("TRAINSPEC_PROBE", choice)
     began: list[int] = []

@@ -1,4 +1,4 @@
-"""A plan of a model on a cluster, without a recipe: what stands for the rest, and what is refused."""
+"""A plan of a model on a cluster, without a recipe: the defaults, and the errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe of blocks and a loss of one's own: read, checked and planned, and nothing of it run."""
+"""A recipe with user-defined blocks and a user-defined loss: read, checked and planned without running them."""
 
 from __future__ import annotations
 

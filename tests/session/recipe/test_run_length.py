@@ -1,4 +1,4 @@
-"""A run that is asked for by tokens or epochs: its steps, its end, and what goes on with it."""
+"""A run whose length is given in tokens or epochs: its steps, its end, and resuming it."""
 
 from __future__ import annotations
 

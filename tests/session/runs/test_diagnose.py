@@ -1,4 +1,4 @@
-"""What a diagnosis says of a run that is longer than it looks at."""
+"""The diagnosis of a run with more steps than it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent: what it does with the hub's messages, and when it comes back to a hub that it no longer hears."""
+"""An agent: how it handles the hub's messages, and when it reconnects to a hub that has gone silent."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeProcesses:
-    """Instead of `NodeProcesses`: keeps what it is asked for."""
+    """A replacement of `NodeProcesses` that records the calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -315,7 +315,7 @@ def test_an_agent_of_one_replica_group_serves_once(tmp_path: Path, make_plan, mo
 def test_a_node_has_its_place_in_each_start_or_stands_by(
     tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the nodes 0 to 3 two take part; node 3 has the place of node 1, which was left out."""
+    """Two of the nodes 0 to 3 take part; node 3 replaces node 1, which was left out."""
     run = RunDir(tmp_path)
     write_json(run.plan_json, to_plain(make_plan()))
     record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), (), (0, 3, 2, 1))
