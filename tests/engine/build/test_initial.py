@@ -36,7 +36,7 @@ def load_folder(folder, model, shares):
 
 
 def loaded(folder, model):
-    """As a run begins with it."""
+    """Load a folder as at the start of a run."""
     ours = build_model(model, 24)
     ours.init_buffers()
     state = SimpleNamespace(shares=[Share(name, parameter) for name, parameter in ours.named_parameters()])

@@ -92,7 +92,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
     assert (found.step, found.about.samples, found.about.pace, found.bytes) == (3, 12, pace, saved.bytes)
     assert found.bytes == sum(path.stat().st_size for path in RunDir(tmp_path).checkpoint(3).glob("rank*"))
     assert_equal(other, held)
-    assert torch.equal(torch.randn(3), expected_random), "the random generator goes on where it was"
+    assert torch.equal(torch.randn(3), expected_random), "the random generator continues where it was"
 
 
 def test_each_rank_writes_the_state_of_its_own_random_generator():
@@ -217,7 +217,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, damage, words):
 
 
 def with_more_files(folder, ranks):
-    """Append files of other ranks, of which no tensor is needed here, to a checkpoint of one rank."""
+    """Append files of other ranks, whose tensors are not needed here, to a checkpoint of one rank."""
     names = [files.file_name(rank) for rank in range(1, ranks)]
     digests = [files.write_file(folder / name, [memoryview(name.encode())]) for name in names]
     rewrite(folder, world_size=ranks, files=(*read_manifest(folder).files, *digests))

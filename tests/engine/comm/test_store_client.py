@@ -64,7 +64,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 def store(server: Server) -> RendezvousStore:
     made = RendezvousStore(timedelta(seconds=7))
     assert server.opened == [("there:29500", b"/the/secret", 60.0)]
-    assert server.asked == [(1, {"op": "check", "keys": []}, 60.0)], "a wrong secret fails at once"
+    assert server.asked == [(1, {"op": "check", "keys": []}, 60.0)], "a wrong secret fails immediately"
     server.asked.clear()
     return made
 

@@ -138,7 +138,7 @@ def test_every_heldout_token_but_the_first_is_predicted_once(folder, batch_size,
 
 
 class Shelf:
-    """Reads samples that are their positions; counts what is asked for."""
+    """Reads samples that are their positions, and counts the reads."""
 
     def __init__(self) -> None:
         self.asked: list[OwnSamples] = []

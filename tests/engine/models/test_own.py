@@ -1,4 +1,4 @@
-"""Blocks of one's own in a language model: what makes them, their first values, and what is refused."""
+"""User-defined blocks in a language model: their constructors, their first values, and the errors."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ GIB, MIB = 2.0**30, 2.0**20
     ],
 )
 def test_a_leak_is_told_of_when_a_window_shows_that_it_will_run_out(monkeypatch, last_step, free_bytes, told_at):
-    """1 MiB per step, of which so much is free."""
+    """A leak of 1 MiB per step, with this much memory free."""
     watch = MemoryWatch(CPU, 0, last_step)
     check = readings_of(watch, monkeypatch, host=lambda step: (GIB + step * MIB, free_bytes))
     told = {step: said for step in range(1, last_step + 1) if (said := check(step))}

@@ -1,4 +1,4 @@
-"""Callbacks and trackers of one's own: told of events, kept from the run's random numbers, and their errors."""
+"""User-defined callbacks and trackers: their events, isolation from the run's random numbers, and errors."""
 
 from __future__ import annotations
 

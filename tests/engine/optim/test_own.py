@@ -1,4 +1,4 @@
-"""An optimizer of one's own: its updates, its state in checkpoints, and what is refused before a run."""
+"""A user-defined optimizer: its updates, its state in checkpoints, and the errors before a run."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def test_a_class_of_torch_trains_as_it_does_alone() -> None:
 @pytest.mark.parametrize("saved_at", [1, 3])
 @pytest.mark.parametrize("name", ["lion", "torch.optim:NAdam", "torch.optim:Adagrad"])
 def test_a_run_goes_on_from_its_checkpoint_to_the_bit(tmp_path: Path, lion: Any, name: str, saved_at: int) -> None:
-    """Also of an optimizer that counts in Python's numbers, of one that makes its state at once, and from a checkpoint
-    before the first update, which was skipped."""
+    """Also of an optimizer that counts in Python's numbers, of one that creates its state immediately, and from a
+    checkpoint before the first update, which was skipped."""
     wanted = {"lion": 4.0, "torch.optim:NAdam": 8.0, "torch.optim:Adagrad": 4.0}[name]
     name = lion() if name == "lion" else name
     whole, before, after = (shares_of() for _ in range(3))
@@ -127,7 +127,7 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_bit(tmp_path: Path, lion: Any,
 
 
 def test_a_state_that_is_loaded_over_that_of_later_updates_is_taken(lion: Any) -> None:
-    """As where a replica group heals: also one from before the first update."""
+    """This happens if a replica group heals, even with a state from before the first update."""
     name, shares, fresh = lion(), shares_of(), shares_of()
     optimizer = build(shares, name, state_bytes=4.0)
     start = Held(shares, [], optimizer).tensors()

@@ -1,4 +1,4 @@
-"""Which gradients are looked at, and what a part is. `test_layouts.py` compares the norms with those of one process."""
+"""The gradients that count for the noise, and their parts. `test_layouts.py` compares the norms with one process."""
 
 from __future__ import annotations
 

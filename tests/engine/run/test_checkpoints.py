@@ -1,4 +1,4 @@
-"""When checkpoints are begun, put off and told of: decisions by what the ranks have agreed on."""
+"""When checkpoints are started, postponed and reported: decisions that follow from what the ranks have agreed on."""
 
 import math
 from dataclasses import replace
@@ -322,7 +322,7 @@ def test_where_no_failure_throws_the_run_back_ten_minutes_are_lost_at_most():
     ("mode", "groups", "mtbf_s"), [("restart", 4, 900.0), ("elastic", 1, 900.0), ("elastic", 4, 900.0 / 0.05)]
 )
 def test_failures_that_throw_a_run_back_are_those_of_all_devices_or_of_all_groups(mode, groups, mtbf_s):
-    """Of 4 devices that fail once an hour each; a twentieth of the failures is of the whole job."""
+    """4 devices fail once an hour each; a twentieth of the failures affects the whole job."""
     resilience = ResilienceSpec(mode=mode)
     plan = plan_of(CheckpointSpec(interval_steps="auto"), 1.0, 4, groups, resilience)
     plan.spec.cluster = ClusterSpec(reliability=ReliabilitySpec(mtbf_device_hours=1.0, job_wide_fraction=0.05))

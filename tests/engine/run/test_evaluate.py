@@ -84,7 +84,7 @@ def test_a_model_whose_logits_are_not_finite_cannot_write(state: TrainState) -> 
 
 
 def logits_of(monkeypatch: pytest.MonkeyPatch, length: int, longest: int, **about: Any) -> tuple[list[int], Any]:
-    """-> (what the model is given after so many tokens, counted from 1; the logits)."""
+    """-> (the inputs of the model by number of tokens, from 1; the logits)."""
     seen: list[int] = []
 
     def forward(_stages: object, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""When skipped steps, a loss or weights that are not finite end a run; it is told where to go on from."""
+"""Skipped steps, a loss or weights that are not finite end a run; the error names the checkpoint to continue from."""
 
 import math
 from dataclasses import replace

@@ -172,7 +172,7 @@ def test_an_ordinary_run_makes_each_step_once_and_leaves_its_result(context: Tra
 
 
 def test_a_change_of_the_layout_is_seen_by_all_that_take_part_in_a_step(context: TrainingRun) -> None:
-    """From the fourth step on both samples are one micro-batch, of a state in other tensors."""
+    """From step 4, both samples are one micro-batch, of a state in other tensors."""
     before = context.plan
     other = PlannedLayout(3, replace(before.layout, zero_stage=1), micro_batch_size=2, grad_accum_steps=1)
     context.plan = replace(before, changes=(other,), memory_ladder=build_ladder(before.memory_setting))
@@ -643,7 +643,7 @@ def test_a_leak_is_a_warning_of_its_step(context: TrainingRun, monkeypatch: pyte
 def test_allocations_are_those_of_the_step_alone(
     context: TrainingRun, source: DrawnTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the device had given before a step is not counted again."""
+    """Memory that was allocated before a step is not counted again."""
     counts = iter([100, 100, 103, 103, 110, 110, 110])
     monkeypatch.setattr("trainspec_cli.engine.run.trainer.device_allocations", lambda device: next(counts))
     monkeypatch.setattr(source.staging, "cut", Traffic)

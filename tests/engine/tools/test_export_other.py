@@ -99,7 +99,7 @@ def test_torch_itself_loads_what_is_written(write: Any, tmp_path: Path) -> None:
 
 
 def reverse_permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """As torchtitan's adapter turns the rows of Hugging Face's queries and keys."""
+    """Permute the rows of Hugging Face's queries and keys as torchtitan's adapter does."""
     rows, columns = weight.shape
     return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
@@ -126,7 +126,7 @@ def test_older_names_and_a_training_checkpoint_are_read_too(write: Any, tmp_path
 
 
 def test_a_rank_reads_its_own_part_of_what_several_ranks_wrote(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boxes of three rows each, of which some hold parts of two heads."""
+    """Boxes of three rows each; some hold parts of two heads."""
 
     def boxes(tensor: Any) -> Any:
         rows = tensor.shape[0]

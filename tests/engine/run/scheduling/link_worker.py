@@ -46,13 +46,13 @@ PARTS = {"healthy": 9, "late": 5, "slow": 4}
 
 
 class Network:
-    """Stands in for the clock and the meetings of timed exchanges. Each rank has a clock of its own, which goes on when
-    it exchanges and computes, as long as is set; ranks that meet go on from the latest of their clocks."""
+    """Stands in for the clock and the meetings of timed exchanges. Each rank has a separate clock, which moves on by
+    the set times when it exchanges and computes; ranks that meet continue from the latest of their clocks."""
 
     def __init__(self) -> None:
         self.line_s: dict[str, float] = {}
         self.compute_s = 0.0
-        """What this rank computes between two exchanges that are timed."""
+        """Seconds that this rank computes between two timed exchanges."""
         self._now_s, self._met = 0.0, ""
         self._due_s = 0.0
         """Computing that begins once the end of the exchange before it is taken down."""

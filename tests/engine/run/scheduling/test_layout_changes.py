@@ -1,4 +1,4 @@
-"""Which layout a run is to have: by earlier starts, by its recipe, by its scheduler, and by the supervisor."""
+"""The layout of a run, as decided by earlier starts, its recipe, its scheduler, and the supervisor."""
 
 from __future__ import annotations
 

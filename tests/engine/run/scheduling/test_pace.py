@@ -126,7 +126,7 @@ def test_a_resumed_run_decides_the_same() -> None:
 
 
 def warn(noise: float, samples: int, **schedule: Any) -> list[str | None]:
-    """Return what is told of three steps of `samples`, each after a measurement, averaged over two."""
+    """Return the warnings of three steps of `samples`, each after a measurement, averaged over two."""
     pace, told = pace_of(**{"kind": "seesaw", "smoothing_steps": 2} | schedule), []
     for step in range(1, 4):
         pace.note_step(step, samples, [PartSquares(1 + 2 * noise / samples, 1 + noise / samples, 2)])

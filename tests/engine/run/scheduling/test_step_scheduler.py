@@ -48,7 +48,7 @@ ONE_SLOW = (1.0, 1.0, 1.8, 1.0)
 
 
 class Run:
-    """Four data-parallel ranks, of which this process is the first; the others' figures are what `step` is given."""
+    """Four data-parallel ranks; this process is the first, and `step` gets the figures of the others."""
 
     def __init__(self, folder: Path, mode: str = "auto", group: int | None = None, **changes: Any):
         layout = changes.pop("layout", Layout(dp_shard=RANKS, zero_stage=1))

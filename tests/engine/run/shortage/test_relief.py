@@ -163,7 +163,7 @@ def test_passes_that_were_cut_short_leave_nothing_behind(start: Start, at: str, 
 
 
 def test_the_beginning_of_a_step_that_cannot_be_made_is_saved(start: Start) -> None:
-    """One sample is the least that these processes can take; the next start goes on from there, not a step later."""
+    """One sample is the least that these processes can take; the next start continues there, not a step later."""
     context = start("oom(step=2,above=0)", micro=2)
     with pytest.raises(OutOfMemory, match=r"batches of 1 .*recompute=none") as raised:
         train(context)
