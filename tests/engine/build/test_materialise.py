@@ -25,7 +25,7 @@ def made(seed: int) -> dict[str, torch.Tensor]:
 
 
 def test_a_parameters_generator_is_seeded_by_the_runs_seed_and_its_name():
-    """The seed is the first eight bytes of a SHA-256: runs with one seed start with the same weights in every version."""
+    """The seed is the first eight bytes of a SHA-256: one seed gives the same first weights in every version."""
     digest = hashlib.sha256(b"17/blocks.0.ffn.up.weight").digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") // 2)
     expected = torch.empty(96, 64).normal_(0.0, 0.02, generator=generator)
