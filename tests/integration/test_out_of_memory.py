@@ -76,7 +76,7 @@ def test_a_run_that_nothing_helps_ends_and_says_what_was_tried(trainspec, tmp_pa
     ended = trainspec("launch", *recipe, "run.dir=run")
     said = ended.stdout + ended.stderr
     assert ended.returncode == 5, said
-    last, _, before = said.partition("tried before: ")
+    last, _, before = said.rpartition("tried before: ")
     assert "micro-batches of 1 " in last and "recompute=full" in last
     assert before.startswith("micro-batches of 2 ") and "micro-batches of 1 " in before
     assert "Traceback" not in said
