@@ -75,7 +75,7 @@ def pytest_configure() -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Four processes or more for the whole suite, much of which waits; none for files that somebody names."""
+    """Four processes or more for the whole suite, because many tests wait; none for files given by name."""
     return max(4, (os.cpu_count() or 2) // 2) if config.args_source is config.ArgsSource.TESTPATHS else 0
 
 
@@ -199,14 +199,14 @@ def stranger() -> Callable[..., Any]:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder in which every user may make files."""
+    """A folder that every user may write to."""
     with strangers.shared_folder() as folder:
         yield folder
 
 
 @pytest.fixture
 def hf_folder(tmp_path: Path) -> Callable[..., Path]:
-    """hf_folder("qwen3"): what `save_pretrained` of transformers writes of a tiny model, with a tokenizer beside it."""
+    """hf_folder("qwen3"): a tiny model as `save_pretrained` of transformers writes it, with a tokenizer."""
     transformers = pytest.importorskip("transformers")
     import torch
 

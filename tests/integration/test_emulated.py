@@ -162,7 +162,7 @@ CHANGED_STEPS = slice(2, 6)
 
 @dataclass(frozen=True)
 class Slowed:
-    """A run in which a rank has become slow, and what it decided."""
+    """A run with a rank that becomes slow, and the decisions of the run."""
 
     run: Ended
     slow: int
@@ -177,7 +177,7 @@ class Slowed:
         return even_division_of(self.plan).count_micro_batches(SAMPLES)
 
     def first(self, pace: float) -> int:
-        """Return the first step in which the slow rank computes more than `pace` times as long as at first."""
+        """Return the first step whose computation takes the slow rank more than `pace` times as long as at first."""
         usual_s = self.run.passes_s(min(self.run.steps), self.slow)
         return next(step for step in sorted(self.run.steps) if self.run.passes_s(step, self.slow) > pace * usual_s)
 

@@ -107,7 +107,7 @@ def test_attention_runs_at_the_rate_of_kernels_for_an_older_chip() -> None:
 
 @pytest.mark.parametrize("way", ["forward", "inputs", "weights"])
 def test_the_products_of_all_experts_take_the_time_of_one_launch(way: str) -> None:
-    """As the plan expects, and not the rate of convolutions."""
+    """The rate is that of the plan, not that of convolutions."""
     rows, hidden, width, experts = 8192, 4096, 1024, 8
     gemm = Gemm(rows / experts, width, hidden, experts, wide=False)
     shapes = {
