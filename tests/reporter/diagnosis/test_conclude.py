@@ -613,9 +613,9 @@ def test_a_rank_that_hangs_is_named_before_its_time_out():
     silent = {rank: one for rank, one in stalls.items() if rank != 7}
     verdict = heaviest(Telemetry(stalls=silent))
     assert (verdict.cause, verdict.rank, verdict.since_step) == ("hang", 7, 121)
-    assert "the others wait in gloo:all_reduce of 8" in verdict.evidence
+    assert any(line.endswith("gloo:all_reduce of 8") for line in verdict.evidence)
     elsewhere = heaviest(Telemetry(stalls=stalls | {6: stall(waiting=False)}))
-    assert (elsewhere.rank, elsewhere.evidence[-1]) == (6, "rank 6 is at\nin train_step")
+    assert elsewhere.rank == 6 and elsewhere.evidence[-1].endswith("\nin train_step")
     behind = heaviest(Telemetry(stalls=stalls | {1: stall(waiting=True, number=6)}))
     assert behind.rank == 1
 
