@@ -15,14 +15,15 @@ class Recorded:
 
     def __init__(self, request: pytest.FixtureRequest):
         self._folder = request.path.parent / "expected"
-        self._sections = f"{request.path.stem.removeprefix('test_')}.txt"
+        self._sections = f"{request.path.stem}.txt"
         self._test: str = request.node.name
         self._tests = vars(request.module)
         self._rewrite: bool = request.config.getoption("--rewrite")
 
     def __call__(self, *texts: str) -> None:
-        """Compare the texts with the section of this test in the file of its module."""
-        file, text = self._folder / self._sections, "\n".join(texts)
+        """Compare the texts, without spaces at line ends, with the section of this test in the file of its module."""
+        file = self._folder / self._sections
+        text = "\n".join(line.rstrip() for text in texts for line in text.splitlines())
         recorded = sections(file)
         if self._rewrite:
             recorded = {name: old for name, old in recorded.items() if name.partition("[")[0] in self._tests}

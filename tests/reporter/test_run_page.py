@@ -111,8 +111,9 @@ def test_verdicts_have_their_evidence_and_advice_on_both_pages(report: Report, r
 
 
 def test_the_recipe_is_there_and_closed(report: Report) -> None:
-    page = render_run_page(report, "model:\n  name: <b>tiny</b>\n")
-    assert "<pre>model:\n  name: &lt;b&gt;tiny&lt;/b&gt;\n</pre></details>" in page
+    recipe = "model:\n  name: <b>tiny</b>\n"
+    page = render_run_page(report, recipe)
+    assert f"<summary>Recipe</summary><pre>{escape(recipe)}</pre></details>" in page
     assert "Recipe" not in render_run_page(report)
 
 

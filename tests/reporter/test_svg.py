@@ -16,6 +16,7 @@ from trainspec_cli.reporter.page.svg import (
     thin,
 )
 
+DOT = r'class="dot c-a" cx="([\d.]+)" cy="([\d.]+)"'
 PARTS = [Segment("c-a", "first", 3.0, "3 s"), Segment("c-b", "second", 1.0, "1 s")]
 
 
@@ -60,7 +61,7 @@ def test_a_chart_lies_within_its_margins() -> None:
     chart = render_lines(
         [LineSeries("c-a", "rate", [(1, 10), (10, 1000)])], "devices", "rate", [(1, "one"), (10, "ten")]
     )
-    assert re.findall(r'class="dot c-a" cx="([\d.]+)" cy="([\d.]+)"', chart) == [("64.0", "269.1"), ("736.0", "40.9")]
+    assert re.findall(DOT, chart) == [("64.0", "269.1"), ("736.0", "40.9")]
     assert re.findall(r'y="294" text-anchor="middle">(\w+)', chart) == ["one", "ten"]
     assert re.findall(r'text-anchor="end">([\w.]+)', chart) == ["10", "100", "1k"]
     assert re.findall(r"<title>([^<]+)", chart) == ["rate: 10 at 1", "rate: 1k at 10"]
@@ -90,7 +91,7 @@ def test_large_numbers_are_short(value: float, shown: str) -> None:
 def test_even_axes_keep_distances_and_signs() -> None:
     """y from -2 to 2 has a margin of 0.2, within 34 to 276: 55 a unit; x from 0 to 4, within 64 to 736."""
     chart = render_curves([LineSeries("c-a", "loss", [(0, -2), (1, 0), (4, 2)])], "step", "loss")
-    places = re.findall(r'class="dot c-a" cx="([\d.]+)" cy="([\d.]+)"', chart)
+    places = re.findall(DOT, chart)
     assert places == [("64.0", "265.0"), ("232.0", "155.0"), ("736.0", "45.0")]
     assert re.findall(r'text-anchor="end">([-\w.]+)', chart) == ["-2", "-1", "0", "1", "2"]
     assert re.findall(r'y="294" text-anchor="middle">(\w+)', chart) == ["0", "1", "2", "3", "4"]
