@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lab.problems import assert_problems
 
 from trainspec_cli.core.errors import RecipeError, WorkerError
 from trainspec_cli.recipe.user_code import (
@@ -146,8 +147,7 @@ def test_what_is_wrong_is_said_with_what_to_type(
 
 def test_a_file_that_others_may_write_is_not_run(folder: Path) -> None:
     (folder / "mine.py").chmod(0o666)
-    (problem,) = problems_of(named("mine.py:make"))
-    assert problem.code == "not_trusted" and "can be written by every user" in problem.message
+    assert_problems(problems_of(named("mine.py:make")), ("not_trusted", "optim.name", "every user"))
 
 
 def test_files_are_named_absolutely_and_nothing_else_is() -> None:
@@ -252,6 +252,6 @@ def test_an_error_of_a_library_is_said_at_the_line_that_called_it(folder: Path) 
     call = load(extension)
     with pytest.raises(WorkerError, match="in an update") as caught, user_code_errors(extension, "in an update"):
         call("{", lr=1)
-    assert f"({file}:4, in make: return json.loads(groups))" in str(caught.value)
+    assert f"({file}:4, in make: " in str(caught.value) and "json.loads(groups)" in str(caught.value)
     with pytest.raises(KeyError), user_code_errors(extension, "here", passes=lambda error: isinstance(error, KeyError)):
         raise KeyError

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from lab.problems import assert_problems
 
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
@@ -81,7 +82,7 @@ def test_sound_schedules(make_spec, changes: dict[str, Any]) -> None:
         (NOISE | {LARGEST: None}, LARGEST, "is null and the noise scale has no limit", f"set {LARGEST}=64"),
         (NOISE | {LARGEST: 7}, LARGEST, "is 7, but the run begins with 8", f"set {LARGEST}=12 or more"),
         (NOISE | {"cluster.devices_per_node": 1}, f"{PATH}.kind",
-         "is measured between data-parallel ranks, but there is only 1", "set cluster.devices_per_node=2 or more"),
+         "there is only 1", "set cluster.devices_per_node=2 or more"),
         (NOISE | {"layout.tp": 2}, f"{PATH}.kind", "but there is only 1", f"or {PATH}.kind=seesaw"),
         (NOISE | {f"{PATH}.growth": 1}, f"{PATH}.growth", "expected a number of at least 1.05 and at most 16",
          f"set {PATH}.growth=1.05 or more"),
@@ -145,8 +146,8 @@ def test_noise_needs_two_data_parallel_ranks_where_their_number_is_known(make_sp
 @pytest.mark.parametrize(
     ("layout", "micro_batches", "tied", "why"),
     [
-        (Layout(), 4, False, "it is measured between data-parallel ranks, but there is only 1"),
-        (Layout(tp=2, pp=2), 4, False, "it is measured between data-parallel ranks, but there is only 1"),
+        (Layout(), 4, False, "there is only 1"),
+        (Layout(tp=2, pp=2), 4, False, "there is only 1"),
         (Layout(dp_shard=2, pp=2), 4, True, "ZeRO-3 sums a tied embedding's gradient separately on each of its stages"),
         (Layout(dp_shard=2, tp=2, cp=2, ep=2), 4, False, "the 2 ranks of ep hold parts of a sample's gradient"),
         (Layout(dp_shard=2, ep=2), 1, False, "all data-parallel ranks train the same experts together"),
@@ -173,16 +174,14 @@ def test_noise_that_nobody_can_measure_is_refused_with_the_reason(
     if not why:
         assert problems == []
         return
-    (problem,) = problems
-    assert (problem.code, problem.path) == ("unsupported", f"{PATH}.kind")
-    assert problem.message == f"`{PATH}.kind` is noise, not measurable in this layout ({layout.describe()}): {why}"
-    assert problem.hint == f"set layout=ddp cluster.devices_per_node=2 (or more), or {PATH}.kind=seesaw"
+    remedies = ("layout=ddp cluster.devices_per_node=2", f"{PATH}.kind=seesaw")
+    assert_problems(problems, ("unsupported", f"{PATH}.kind", "is noise", f"({layout.describe()})", why, *remedies))
 
 
 def test_replica_groups_measure_the_noise_and_follow_none(make_spec) -> None:
-    (problem,) = measurable_noise(make_spec(NOISE), Layout(dp_shard=2), 3, 1)
-    assert "restarted replica group (of 3) does not know the measured noise" in problem.message
-    assert problem.hint == f"set resilience=restart, or {PATH}.kind=seesaw"
+    problems = measurable_noise(make_spec(NOISE), Layout(dp_shard=2), 3, 1)
+    remedies = ("resilience=restart", f"{PATH}.kind=seesaw")
+    assert_problems(problems, ("unsupported", f"{PATH}.kind", "replica group (of 3)", *remedies))
     assert noise_hindrance(make_spec(NOISE).model, Layout(), 2, 1) == "", "between groups of one rank each"
 
 

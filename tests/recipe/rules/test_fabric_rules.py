@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from lab.problems import assert_problems
 
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.rules.check import check
@@ -53,7 +54,7 @@ def test_what_is_refused(
 def test_a_size_that_fits_is_named(make_spec: Callable[..., RunSpec]) -> None:
     tiers = [DOMAIN, {"name": "leaf", "devices": 20}, SPINE]
     [problem] = check(make_spec({"cluster.devices_per_node": 8, "cluster.fabric.tiers": tiers}))
-    assert problem.hint == "set a multiple of 8, such as 16"
+    assert "multiple of 8, such as 16" in problem.hint
 
 
 @pytest.mark.parametrize(
@@ -84,10 +85,8 @@ def test_planes_join_every_nic_by_whole_ports(
 
 def test_nodes_that_nothing_joins_are_refused(make_spec: Callable[..., RunSpec]) -> None:
     alone = {"cluster.nic_gbit_per_s": 0, "cluster.num_nodes": 1, "cluster.devices_per_node": 8}
-    [problem] = check(make_spec({**alone, "cluster.num_nodes": 8}))
-    assert (problem.path, problem.code) == ("cluster.nic_gbit_per_s", "out_of_range")
-    assert "8 nodes exchange data over their NICs" in problem.message
-    assert "set cluster.nic_gbit_per_s=400" in problem.hint
+    expected = ("out_of_range", "cluster.nic_gbit_per_s", "8 nodes", "cluster.nic_gbit_per_s=400")
+    assert_problems(check(make_spec({**alone, "cluster.num_nodes": 8})), expected)
     assert check(make_spec(alone)) == []
     assert check(make_spec({**alone, "cluster.num_nodes": 8, "cluster.nic_gbit_per_s": None})) == []
     tiers = [{"name": "node", "devices": 8}, {"name": "network", "gbit_per_s": 200}]

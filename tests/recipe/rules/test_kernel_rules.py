@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib import metadata
 
 import pytest
+from lab.problems import assert_problems
 
 from trainspec_cli.recipe.keys import kernels
 from trainspec_cli.recipe.keys.cluster import Machine
@@ -29,9 +30,7 @@ def problems(spec: RunSpec, machine: Machine | None = None) -> list[str]:
 
 def test_an_unknown_operation_names_those_there_are(data) -> None:
     _, found = build(RunSpec, {**data, "kernels": {"ropes": "halves"}})
-    assert [(problem.message, problem.hint) for problem in found] == [
-        ("unknown key `kernels.ropes`", "did you mean `kernels.rope`?")
-    ]
+    assert_problems(found, ("unknown_key", "kernels.ropes", "`kernels.ropes`", "`kernels.rope`?"))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,7 @@ def test_the_operations_of_other_families(data) -> None:
 )
 def test_a_cuda_kernel_runs_where_the_run_does(device: str, machine: Machine, refused: bool, make_spec: Make) -> None:
     told = problems(make_spec({"kernels.attention": "efficient", "cluster.device": device}), machine)
-    assert any("it runs only on CUDA" in words for words in told) is refused
+    assert any("only on CUDA" in words for words in told) is refused
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_adapters_and_documents_are_for_decoders_alone(make_spec, family):
     plain = to_plain(make_spec({"lora.rank": 4, "data.document_masks": True})) | {"model": models[family]}
     spec, _ = build(RunSpec, plain)
     found = {problem.path: problem.message for problem in check_engine(spec)}
-    assert found["lora.rank"] == f"only decoders can have adapters; `model.family` is {family}"
+    assert f"`model.family` is {family}" in found["lora.rank"]
     assert "rotary embeddings" in found["data.document_masks"]
 
 
