@@ -6,6 +6,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
+from lab.problems import refused
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.reading.files import (
@@ -39,7 +40,7 @@ def test_a_file_may_be_as_large_as_the_limit(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"x" * 1024)
     assert read_bytes(file, 1024) == b"x" * 1024
-    with pytest.raises(UnreadableFileError, match=r"file is larger than 1023 B, the limit for such a file"):
+    with refused(UnreadableFileError, "unreadable_file", "", f"{file} is larger than 1023 B"):
         read_bytes(file, 1023)
 
 
@@ -71,7 +72,7 @@ def test_a_file_that_is_not_there(tmp_path: Path, path: str) -> None:
 def test_a_name_that_no_file_can_have() -> None:
     with pytest.raises(UnreadableFileError, match="is not a path"):
         open_regular(Path("a\0b"))
-    with pytest.raises(UnreadableFileError, match="cannot be opened: File name too long"):
+    with pytest.raises(UnreadableFileError, match="File name too long"):
         open_regular(Path("a" * 300))
     assert not exists(Path("a\0b")) and not exists(Path("a" * 300))
 
@@ -81,7 +82,7 @@ def test_a_closed_file_is_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(ClosedFileError, match=r"no permission to read .*file") as error:
+    with pytest.raises(ClosedFileError, match=r"permission .*file") as error:
         read_bytes(tmp_path / "file")
     assert error.value.filename == str(tmp_path / "file") and error.value.problems[0].code == "closed_file"
 
@@ -89,11 +90,11 @@ def test_a_closed_file_is_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_the_line_of_what_is_not_utf8_is_told(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"one\ntwo\nth\xe9\n")
-    with pytest.raises(UnreadableFileError, match="is not UTF-8: byte 10 is 0xe9") as error:
+    with pytest.raises(UnreadableFileError, match="byte 10 is 0xe9") as error:
         read_text(file)
     (problem,) = error.value.problems
     assert (problem.line, problem.file, problem.environment) == (3, str(file), True)
-    assert problem.hint == "convert it: iconv -f LATIN1 -t UTF-8"
+    assert "iconv -f LATIN1 -t UTF-8" in problem.hint
 
 
 def test_a_folder_is_not_a_file_that_exists(tmp_path: Path) -> None:
@@ -155,9 +156,9 @@ def nested(depth: int) -> str:
 def test_nesting_is_bounded() -> None:
     assert parse_json(nested(64))
     for depth in (65, 100_000):
-        with pytest.raises(ValueError, match="it is nested more than 64 levels deep"):
+        with pytest.raises(ValueError, match="more than 64 levels"):
             parse_json(nested(depth))
-    with pytest.raises(ValueError, match="nested more than 64"):
+    with pytest.raises(ValueError, match="more than 64 levels"):
         parse_json('{"a": ' * 65 + "1" + "}" * 65)
 
 
@@ -198,10 +199,10 @@ def test_a_field_is_returned_whatever_else_the_object_has(tmp_path: Path) -> Non
 
 
 def test_kinds_in_words() -> None:
-    kinds = (int, float, str, bool, dict, list, int | None)
-    assert [describe_kind(kind) for kind in kinds] == [
-        "a whole number", "a number", "text", "true or false", "an object", "a list", "a whole number or null",
-    ]  # fmt: skip
+    kinds = (int, float, str, bool, dict, list)
+    whole, *others = (describe_kind(kind) for kind in kinds)
+    assert (whole, others) == ("a whole number", ["a number", "text", "true or false", "an object", "a list"])
+    assert describe_kind(int | None) == f"{whole} or null"
 
 
 @pytest.mark.parametrize("indent", [None, 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from lab.problems import refused
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.reading.files import (
@@ -29,8 +30,8 @@ def test_every_version_that_there_has_been_is_read(version: str) -> None:
 def test_a_newer_version_is_told_by_name(version: str) -> None:
     fault = find_fault(version)
     assert fault is not None and fault.code == NEWER_VERSION
-    assert f"was written by a newer trainspec: it has version {version}" in fault.why
-    assert fault.why.endswith("this one reads 0.1 and 1.0") and "pip install --upgrade trainspec" in fault.hint
+    assert f" version {version} " in fault.why and fault.why.endswith(" 0.1 and 1.0")
+    assert fault.hint.endswith("pip install --upgrade trainspec")
 
 
 @pytest.mark.clause("VER-5")
@@ -73,5 +74,5 @@ def test_yaml_is_read_without_its_version(tmp_path: Path) -> None:
     file.write_text('spec_version: "1.0"\na: 1\n')
     assert read_versioned_yaml(file) == {"a": 1}
     file.write_text('spec_version: "9.0"\na: 1\n')
-    with pytest.raises(MachineError, match="was written by a newer trainspec"):
+    with refused(MachineError, NEWER_VERSION, "", "9.0"):
         read_versioned_yaml(file)

@@ -42,7 +42,7 @@ def test_a_described_cluster_is_taken_as_it_is() -> None:
 
 def test_links_of_no_known_speed_are_asked_for_where_devices_share_them() -> None:
     bare = replace(CLUSTER, accelerator=replace(CHIP, link_gb_per_s=0.0))
-    with pytest.raises(RecipeError, match="4 devices exchange data over these links") as raised:
+    with pytest.raises(RecipeError, match="4 devices ") as raised:
         describe_fabric(bare, None)
     [problem] = raised.value.problems
     assert (problem.path, problem.code) == ("cluster.accelerator.link_gb_per_s", "missing_value")
