@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.problems import assert_problems
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.corpus.prepare import prepare, prepared_folder
@@ -131,9 +132,10 @@ def test_what_the_code_of_a_part_does_wrong_is_said_of_its_key(tmp_path: Path, s
     data = source("broken", "\ndef broken():\n    yield 5\n")
     parts = {"bad": PartSpec(data.source)}
     data = replace(data, source="mixture", tokenizer=TokenizerSpec(path=tokenizer_file(tmp_path)), mixture=parts)
-    with pytest.raises(RecipeError, match=r"^`data\.mixture\.bad\.source`: document 1 of ") as refused:
+    key = "data.mixture.bad.source"
+    with pytest.raises(RecipeError) as refused:
         prepare(data)
-    assert refused.value.problems[0].path == "data.mixture.bad.source"
+    assert_problems(refused.value.problems, ("bad_document", key, f"`{key}`: document 1 "))
 
 
 def test_what_is_prepared_already_is_found_without_running_the_code(tmp_path: Path, source: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lab.problems import refused
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.data.corpus.rows import JoinedRows, Packed, Row, Windows, empty_row, first_text, open_rows
@@ -191,7 +192,7 @@ def test_a_manifest_that_cannot_be_is_named(folder_of, change, says) -> None:
     file.write_text(json.dumps(fields))
     with pytest.raises(MachineError, match=says) as error:
         TokenFolder.open(file.parent)
-    assert error.value.problems[0].hint == f"remove it and prepare it again: rm -r {file.parent}"
+    assert error.value.problems[0].hint.endswith(f": rm -r {file.parent}")
 
 
 def test_the_index_of_documents_is_written_and_read(tmp_path: Path) -> None:
@@ -220,7 +221,7 @@ def test_the_index_of_documents_is_written_and_read(tmp_path: Path) -> None:
 def test_a_damaged_index_of_documents_is_named(tmp_path: Path, starts, mask, says) -> None:
     np.save(tmp_path / "train_documents.npy", starts)
     np.save(tmp_path / "train_learnt.npy", mask)
-    with pytest.raises(MachineError, match=f"the index of its documents cannot be read: .*{says}"):
+    with pytest.raises(MachineError, match=f"index of its documents .*{says}"):
         read_documents(tmp_path, "train", 3)
 
 
@@ -237,7 +238,7 @@ def test_files_of_others_are_read_from_their_offset_and_may_not_be_too_short(tmp
     assert folder.tokens("train", 0, 4).tolist() == [6, 7, 8, 9]
     assert folder.tokens("heldout", 0, 2).tolist() == [0, 1]
     folder.verify()
-    with pytest.raises(MachineError, match=r"ids.bin is shorter than the 10 bytes of the manifest"):
+    with refused(MachineError, "bad_token_folder", "", "ids.bin", "shorter than the 10 bytes"):
         opened(replace(end, tokens=5))
 
 
@@ -265,8 +266,8 @@ def test_a_document_may_be_empty_and_none_may_begin_before_the_one_before(tmp_pa
     assert read_documents(tmp_path, "train", 4).starts.tolist() == [0, 2, 2, 4]
     for starts in ([0, 3, 2, 4], [1, 2, 4], [0, 2, 3], []):
         np.save(tmp_path / "train_documents.npy", np.array(starts, dtype=np.int64))
-        with pytest.raises(MachineError, match="the index of its documents cannot be read"):
+        with pytest.raises(MachineError, match="index of its documents"):
             read_documents(tmp_path, "train", 4)
     np.save(tmp_path / "train_documents.npy", np.array([0, 4]))
-    with pytest.raises(MachineError, match="it covers 4 tokens, but the shards hold 5"):
+    with pytest.raises(MachineError, match="4 tokens, but"):
         read_documents(tmp_path, "train", 5)

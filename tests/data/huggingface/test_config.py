@@ -51,7 +51,7 @@ def test_another_model_is_refused_by_name(change, words):
 def test_a_key_that_is_missing_is_named():
     config = write_config(LLAMA, 1024, "bfloat16")
     del config["intermediate_size"]
-    with pytest.raises(RecipeError, match="x has no 'intermediate_size'"):
+    with pytest.raises(RecipeError, match="'intermediate_size'"):
         read_model(config, "x")
 
 
@@ -83,7 +83,7 @@ def test_models_that_have_no_place_there_name_every_key():
         model_type(strange)
     paths = [problem.path for problem in raised.value.problems]
     assert paths == ["model.mla", "model.experts.shared_experts", "model.experts.balance_rate"]
-    with pytest.raises(RecipeError, match=r"`model.family` is hybrid"):
+    with pytest.raises(RecipeError, match=r"`model.family`.* hybrid"):
         model_type(HybridModel(64, 512, 2))
 
 
