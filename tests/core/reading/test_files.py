@@ -172,14 +172,14 @@ def test_long_whole_numbers_are_read_as_floats() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ('{"a": 1,\n "b" 2}', r"is not JSON: Expecting ':' delimiter \(line 2, column 6\)"),
-        ("[1]", "holds a list; expected a JSON object"),
-        ("null", "holds null; expected a JSON object"),
-        ('"' + "x" * 50 + '"', r"holds 'x{36}\.\.\.; expected a JSON object"),
-        ("{}", "has no `steps`; expected a whole number"),
-        ('{"steps": "7"}', "has '7' as `steps`; expected a whole number"),
-        ('{"steps": {}}', "has an object as `steps`; expected a whole number"),
-        ('{"steps": ' + "9" * 31 + "}", r"has 1e\+31 as `steps`; expected a whole number"),
+        ('{"a": 1,\n "b" 2}', r"not JSON: .*\(line 2, column 6\)"),
+        ("[1]", "a list; .*a JSON object"),
+        ("null", "null; .*a JSON object"),
+        ('"' + "x" * 50 + '"', r"'x{36}\.\.\.; .*a JSON object"),
+        ("{}", "no `steps`; .*a whole number"),
+        ('{"steps": "7"}', "'7' as `steps`"),
+        ('{"steps": {}}', "an object as `steps`"),
+        ('{"steps": ' + "9" * 31 + "}", r"1e\+31 as `steps`"),
     ],
 )
 def test_an_object_that_is_not_as_it_should_be(tmp_path: Path, content: str, says: str) -> None:

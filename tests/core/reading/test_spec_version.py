@@ -38,15 +38,15 @@ def test_a_newer_version_is_told_by_name(version: str) -> None:
 @pytest.mark.parametrize(
     ("stated", "why"),
     [
-        ("0.7", "has an unknown `spec_version`, '0.7' (known: 0.1 and 1.0)"),
-        ("1", "has an unknown `spec_version`, '1' (known"),
-        ("1.0.0", "has an unknown `spec_version`, '1.0.0' ("),
-        ("99999.0", "has an unknown `spec_version`, '99999.0' ("),
-        ("", "has an unknown `spec_version`, '' ("),
-        (1.0, "has 1.0 as `spec_version`; expected text"),
-        (None, "has None as `spec_version`; expected text"),
-        (["1.0"], "has ['1.0'] as `spec_version`; expected text"),
-        ("x" * 99, f"has an unknown `spec_version`, '{'x' * 39} ("),
+        ("0.7", "'0.7' (known: 0.1 and 1.0)"),
+        ("1", "'1' (known: "),
+        ("1.0.0", "'1.0.0' (known: "),
+        ("99999.0", "'99999.0' (known: "),
+        ("", "'' (known: "),
+        (1.0, "1.0 as "),
+        (None, "None as "),
+        (["1.0"], "['1.0'] as "),
+        ("x" * 99, f"'{'x' * 39} (known: "),
     ],
 )
 def test_what_is_no_version_is_told_with_what_to_write(stated: object, why: str) -> None:
@@ -55,7 +55,7 @@ def test_what_is_no_version_is_told_with_what_to_write(stated: object, why: str)
         UNKNOWN_VERSION,
         f'write spec_version: "{CURRENT_VERSION}"',
     )
-    assert fault.why.startswith(why)
+    assert "`spec_version`" in fault.why and why in fault.why
 
 
 def test_numbers_are_compared_as_numbers() -> None:

@@ -178,11 +178,11 @@ def test_conversations_are_packed(folder_of) -> None:
     ("change", "says"),
     [
         (lambda fields: fields["train"].update(tokens=-1), "has a count below 0"),
-        (lambda fields: fields["heldout"].update(bytes=2**53), "has a count below 0, or larger than any disk"),
+        (lambda fields: fields["heldout"].update(bytes=2**53), "larger than any disk"),
         (lambda fields: fields["train"]["shards"][0].update(offset_bytes=-2), "has a count below 0"),
-        (lambda fields: fields["train"].update(tokens=9), "the shards of train do not contain its 9 tokens"),
-        (lambda fields: fields["train"]["shards"][0].update(file="a\0b"), "has an invalid file name"),
-        (lambda fields: fields["train"]["shards"][0].update(file="a" * 4097), "has an invalid file name"),
+        (lambda fields: fields["train"].update(tokens=9), "shards of train .* 9 tokens"),
+        (lambda fields: fields["train"]["shards"][0].update(file="a\0b"), "invalid file name"),
+        (lambda fields: fields["train"]["shards"][0].update(file="a" * 4097), "invalid file name"),
     ],
 )
 def test_a_manifest_that_cannot_be_is_named(folder_of, change, says) -> None:
@@ -208,14 +208,14 @@ def test_the_index_of_documents_is_written_and_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("starts", "mask", "says"),
     [
-        (np.array([0, 3]), np.zeros(2, np.uint8), "it covers 2 tokens, but the shards hold 3"),
+        (np.array([0, 3]), np.zeros(2, np.uint8), "covers 2 tokens"),
         (np.array([0, 2]), np.zeros(3, np.uint8), "it covers 3 tokens"),
-        (np.array([1, 3]), np.zeros(3, np.uint8), "its documents are not contiguous"),
-        (np.array([0, 2, 1, 3]), np.zeros(3, np.uint8), "its documents are not contiguous"),
-        (np.array([], np.int64), np.zeros(3, np.uint8), "its documents are not contiguous"),
-        (np.array([0.0, 3.0]), np.zeros(3, np.uint8), "its arrays are float64 and uint8, of 1 and 1 dimensions"),
+        (np.array([1, 3]), np.zeros(3, np.uint8), "not contiguous"),
+        (np.array([0, 2, 1, 3]), np.zeros(3, np.uint8), "not contiguous"),
+        (np.array([], np.int64), np.zeros(3, np.uint8), "not contiguous"),
+        (np.array([0.0, 3.0]), np.zeros(3, np.uint8), "float64 and uint8, of 1 and 1 dimensions"),
         (np.array([0, 3]), np.zeros((3, 1), np.uint8), "of 1 and 2 dimensions"),
-        (np.array([0, 3]), np.zeros(3, np.int8), "its arrays are int64 and int8"),
+        (np.array([0, 3]), np.zeros(3, np.int8), "int64 and int8"),
     ],
 )
 def test_a_damaged_index_of_documents_is_named(tmp_path: Path, starts, mask, says) -> None:

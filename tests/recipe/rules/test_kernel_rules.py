@@ -58,17 +58,16 @@ def test_auto_asks_for_no_operation_in_particular(make_spec: Make) -> None:
             {"kernels.rms_norm": "liger"},
             GPU,
             "package",
-            "`kernels.rms_norm` is liger: the package liger_kernel is not installed (pip install 'trainspec[kernels]') "
-            "-> run pip install 'trainspec[kernels]', or kernels.rms_norm=torch",
+            "or kernels.rms_norm=torch",
         ),
         # A package that no device here could use would not help.
         (
             {"kernels.rms_norm": "liger"},
             CPU,
             "package",
-            "`kernels.rms_norm` is liger: it runs only on CUDA -> set kernels.rms_norm=torch",
+            "only on CUDA -> set kernels.rms_norm=torch",
         ),
-        ({"kernels.rope": "compiled"}, CPU, "compiler", "no C++ compiler (g++, clang++) is on the PATH"),
+        ({"kernels.rope": "compiled"}, CPU, "compiler", "C++ compiler (g++, clang++)"),
         ({"kernels.rope": "halves"}, CPU, "compiler", ""),
         ({"kernels.linear_cross_entropy": "native"}, CPU, "2.11.0+cpu", "it needs torch 2.13"),
         ({"kernels.linear_cross_entropy": "native"}, CPU, "2.13.0", ""),
@@ -95,10 +94,10 @@ def planned(spec: RunSpec) -> Plan:
 @pytest.mark.parametrize(
     ("op", "name", "changes", "values", "words"),
     [
-        ("attention", "math", {}, {}, "it needs more memory than the plan counts"),
+        ("attention", "math", {}, {}, "more memory"),
         ("rope", "liger", {}, {}, "only on CUDA"),
-        ("rope", "compiled", {"compile": True}, {}, "compiled blocks keep the default"),
-        ("rope", "compiled", {}, {"recompute": "selective"}, "recompute=selective must see each operation"),
+        ("rope", "compiled", {"compile": True}, {}, "compiled blocks"),
+        ("rope", "compiled", {}, {"recompute": "selective"}, "recompute=selective"),
         ("linear_cross_entropy", "native", {}, {"layout": Layout(tp=2)}, "layout.tp shards the vocabulary"),
     ],
 )

@@ -16,8 +16,8 @@ NF4 = {"lora.rank": 4, "lora.base": "nf4"}
     [
         ({"lora.rank": 4, "layout.pp": 2, "layout.pipeline_schedule": "zbv"}, "layout.pipeline_schedule", "adapters"),
         ({"lora.rank": 4, "lora.targets": []}, "lora.targets", "`lora.targets` is []"),
-        ({"lora.base": "nf4"}, "lora.base", "trained weights are not quantised"),
-        (NF4 | {"offload": "optimizer"}, "offload", "4-bit ones stay on the device"),
+        ({"lora.base": "nf4"}, "lora.base", "not quantised"),
+        (NF4 | {"offload": "optimizer"}, "offload", "4-bit ones"),
         (NF4 | {"model.experts": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 64}}, "lora.base", "routed experts"),
         (NF4 | {"model.mla": {"kv_lora_rank": 8}}, "lora.base", "latent attention"),
         (NF4 | {"model.ffn_size": 129}, "lora.base", "rows of 129 (`model.ffn_size`) are not divisible by 2"),
