@@ -183,10 +183,10 @@ def test_layouts_of_eight_processes(wanted: LayoutSpec, layout: Layout):
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        (LayoutSpec(tp=3), r"8 is not divisible by 3 \(cp x tp x pp\)"),
-        (LayoutSpec(dp_shard=3), r"8 is not divisible by 3 \(dp_shard\)"),
-        (LayoutSpec(dp_replicate=3), r"8 is not divisible by 3 \(dp_replicate\)"),
-        (LayoutSpec(dp_replicate=2, dp_shard=2), "takes 4 processes, but the cluster has 8"),
+        (LayoutSpec(tp=3), r"8 .* by 3 \(cp x tp x pp\)"),
+        (LayoutSpec(dp_shard=3), r"8 .* by 3 \(dp_shard\)"),
+        (LayoutSpec(dp_replicate=3), r"8 .* by 3 \(dp_replicate\)"),
+        (LayoutSpec(dp_replicate=2, dp_shard=2), r" 4 processes, .* has 8"),
     ],
     ids=["axes", "shards", "replicas", "product"],
 )

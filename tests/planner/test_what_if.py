@@ -134,9 +134,9 @@ def test_replica_groups_keep_their_layout() -> None:
 @pytest.mark.parametrize(
     ("planned", "why"),
     [
-        (made(), "no probe of this run's machine"),
-        (made(layout=LayoutSpec(tp=2)), "cannot predict this kind of run"),
-        (replace(made(), device="cuda"), "the catalogue has no accelerator like the device of this run"),
+        (made(), "no probe"),
+        (made(layout=LayoutSpec(tp=2)), "this kind of run"),
+        (replace(made(), device="cuda"), "no accelerator like"),
     ],
 )
 def test_what_the_planner_does_not_know_is_said(planned: Plan, why: str) -> None:

@@ -96,13 +96,13 @@ def test_a_source_without_an_end_is_read_up_to_max_bytes(source: Any) -> None:
         ("def f(): return 'text'", "returned str; expected documents"),
         ("def f(): return []", "yielded no document"),
         ("def f(): return ['', '']", "are empty"),
-        ("def f():\n    yield 'a'\n    raise OSError('gone')", "raised OSError: gone at document 2 ("),
+        ("def f():\n    yield 'a'\n    raise OSError('gone')", "OSError: gone at document 2 "),
         ("def f(): return [{'txt': 'a'}]", "document 1 of "),
-        ("def f(): return ['a', [1, 2]]", "is token ids, but the first one is text"),
-        ("def f(): return [[1, 2], 'a']", "is text, but the first one is token ids"),
-        ("def f(): return [[1.5]]", "is [1.5]; expected text, {'text': text} or a list of token ids"),
+        ("def f(): return ['a', [1, 2]]", "is token ids,"),
+        ("def f(): return [[1, 2], 'a']", "is text,"),
+        ("def f(): return [[1.5]]", "is [1.5]; "),
         ("def f(): return [[-1, 5]]", "has ids from -1 to 5"),
-        ("def f(): return ['\\ud800']", "cannot be written: it contains half a surrogate pair"),
+        ("def f(): return ['\\ud800']", "surrogate pair"),
     ],
 )
 def test_what_is_no_document_is_refused(source: Any, code: str, words: str) -> None:

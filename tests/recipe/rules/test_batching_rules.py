@@ -50,7 +50,7 @@ def test_sound_schedules(make_spec, changes: dict[str, Any]) -> None:
         (RAMP, "missing_value", f"{PATH}.stages", [f"{PATH}.stages='[{{from_tokens: 1e9, global_batch_size: 16}}]'"]),
         (stages((100, 16)), "unsupported", f"{PATH}.stages",
          [" 1 ", "is constant", f"{PATH}.kind=ramp, or ~{PATH}.stages"]),
-        (RAMP | stages((200, 16), (100, 32)), "out_of_range", f"{PATH}.stages.1.from_tokens", [" 100,", " 200", "order"]),
+        (RAMP | stages((200, 16), (100, 32)), "out_of_range", f"{PATH}.stages.1.from_tokens", [" 100,", " 200"]),
         (RAMP | stages((200, 16), (200, 32)), "out_of_range", f"{PATH}.stages.1.from_tokens", [" 200,", "201 or more"]),
         (RAMP | stages((100, 4)), "out_of_range", f"{PATH}.stages.0.global_batch_size", [" 4,", "have 8", "8 or more"]),
         (RAMP | stages((100, 32), (200, 24)), "out_of_range", f"{PATH}.stages.1.global_batch_size",

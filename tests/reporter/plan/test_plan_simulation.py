@@ -60,34 +60,20 @@ def test_each_pace_is_against_the_undisturbed_one(simulation: Simulation) -> Non
     ]
 
 
-@pytest.mark.parametrize(
-    ("won", "of_real", "said"),
-    [
-        (
-            0.94,
-            0.75,
-            "94% of the loss recoverable with whole samples is recovered (75% with fractional samples)",
-        ),
-        (None, 0.5, "with whole samples, nothing can be recovered; a larger batch allows finer shares"),
-        (None, None, "other shares would not recover any loss"),
-    ],
-)
-def test_what_is_won_back(simulation: Simulation, won: float | None, of_real: float | None, said: str) -> None:
-    assert describe_won_back(replace(simulation, won_back=won, won_back_of_real=of_real)) == said
+def test_what_is_won_back(simulation: Simulation, recorded: Recorded) -> None:
+    cases = ((0.94, 0.75), (None, 0.5), (None, None))
+    recorded(*(describe_won_back(replace(simulation, won_back=won, won_back_of_real=real)) for won, real in cases))
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({}, "other shares"),
-        ({"group": 0}, "other shares in replica group 0"),
-        ({"kind": "group_shares"}, "shares of the replica groups"),
-        ({"micro_batch_size": 2, "micro_batches": 7}, "other shares, 2 x 7 at most"),
-    ],
-)
-def test_what_is_decided(simulation: Simulation, changed: dict[str, Any], said: str) -> None:
-    rows = list(decision_rows(replace(simulation, decisions=(replace(DECISION, **changed),))))
-    assert rows == [("1,200", said, "rank 3 is slow", "8.0 s -> 5.0 s, was 6.0 s")]
+def test_what_is_decided(simulation: Simulation, recorded: Recorded) -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"group": 0},
+        {"kind": "group_shares"},
+        {"micro_batch_size": 2, "micro_batches": 7},
+    ]
+    decisions = tuple(replace(DECISION, **changed) for changed in changes)
+    recorded(*map(" | ".join, decision_rows(replace(simulation, decisions=decisions))))
 
 
 def test_few_of_many_events_and_decisions_are_shown(simulation: Simulation) -> None:
