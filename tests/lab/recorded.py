@@ -23,7 +23,7 @@ class Recorded:
     def __call__(self, *texts: str) -> None:
         """Compare the texts, without spaces at line ends, with the section of this test in the file of its module."""
         file = self._folder / self._sections
-        text = "\n".join(line.rstrip() for text in texts for line in text.splitlines())
+        text = "\n".join(line.rstrip() for line in "\n".join(texts).split("\n"))
         recorded = sections(file)
         if self._rewrite:
             recorded = {name: old for name, old in recorded.items() if name.partition("[")[0] in self._tests}
