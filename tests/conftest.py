@@ -1,4 +1,4 @@
-"""What tests of several rooms share."""
+"""Fixtures and hooks for tests of several folders."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class World:
         self.look()
 
     def steps(self, number: int, step_s: float = STEP_S) -> list[Proposal]:
-        """Make so many steps; return what is proposed to rank 0 meanwhile."""
+        """Make this many steps; return the proposals to rank 0 in them."""
         for _ in range(number):
             self.at += 1
             self.happen(replace(stepped(self.at), step_time_s=step_s + 5.0, time_s={"checkpoint": 5.0}))
@@ -248,7 +248,7 @@ def test_it_stays_where_the_planned_layout_was_measured_to_be_slower(slowed: Wor
 
 
 def test_where_the_planned_layout_was_never_measured_the_planner_says_which_is_faster(tmp_path: Path) -> None:
-    """As after a resume, which begins in the layout that the run had."""
+    """A resume is such a case: it begins in the last layout of the run."""
     home = replace(TO_DATA, layout=PIPELINE, reason="planned so")
     world = World(tmp_path, found={(DATA, True): home})
     world.speeds(USUAL, DATA)

@@ -164,6 +164,6 @@ def test_the_last_node_and_step_there_are_are_accepted() -> None:
     assert [problem.path for problem in problems] == [
         "disturb.slow_nodes.0.node",
         "disturb.slow_nodes.0.from_step",
-    ], "each thing that is wrong is told"
+    ], "each mistake is reported"
     assert problems[0].hint.startswith("set disturb.slow_nodes.0.node=3 or less")
     assert problems[1].hint.startswith("set disturb.slow_nodes.0.from_step=300 ")

@@ -30,7 +30,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A folder with files in folders, some of which its owner lets a group write."""
+    """A folder with files in folders; its owner lets a group write to some of them."""
     root = tmp_path / "run"
     (root / "checkpoints" / "step_1").mkdir(parents=True)
     (root / "checkpoints" / "step_1" / "manifest.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""What is said of a key is what stands in the sections of a recipe."""
+"""The explanation of a key is its field's docstring in the sections of a recipe."""
 
 from __future__ import annotations
 

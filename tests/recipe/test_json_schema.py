@@ -171,7 +171,7 @@ VALUES: list[Any] = [
 
 
 def is_taken(section: type, key: str, value: Any) -> bool:
-    """Return whether trainspec takes a value by itself; what it misses beside it does not count."""
+    """Return whether trainspec takes a value by itself; other missing keys do not count."""
     draft, problems = build(section, {key: value})
     _, out_of_range = forget_out_of_range(draft)
     return not [one for one in (*problems, *out_of_range) if one.path.startswith(key) and one.code != "missing_value"]

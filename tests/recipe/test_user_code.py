@@ -192,7 +192,7 @@ def test_what_goes_wrong_in_an_import_is_said(folder: Path, source: str, words: 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Path]:
-    """A folder of code in several files, of which `first.py` is named."""
+    """A folder of code in several files; the recipe names `first.py`."""
     folder = tmp_path / "project"
     (folder / "deep_part").mkdir(parents=True)
     (folder / "first.py").write_text("def make(groups, lr):\n    from near_part import far\n    return far()\n")

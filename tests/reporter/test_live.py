@@ -107,7 +107,7 @@ def test_rows_and_their_rate_are_shown_while_data_is_read(monkeypatch: pytest.Mo
 def test_what_follows_the_last_step_is_named(
     fake_run: Any, make_view: MakeView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it takes long: what is over at once has no line."""
+    """Only phases that take long have a line."""
     figures = {"heldout_loss": 1.0, "heldout_bits_per_byte": 2.0}
     shown = {}
     for quick_s in (0.0, 1000.0):

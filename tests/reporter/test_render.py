@@ -149,7 +149,7 @@ BEGIN = {
 
 
 def a_long_run(run: Any) -> None:
-    """Two starts of two ranks, of which the second takes twice as long in `forward` and waits for data."""
+    """Two starts of two ranks; rank 1 takes twice as long in `forward` and waits for data."""
     run.about()
     for rank in (0, 1):
         run.start(rank=rank)

@@ -57,7 +57,7 @@ def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float]) ->
 
 
 def test_a_chart_lies_within_its_margins() -> None:
-    """760 x 320, of which 64 at the left, 24 at the right, 34 above and 44 below are margin; y from 10/1.15 to 1150."""
+    """760 x 320 with margins: 64 at the left, 24 at the right, 34 above and 44 below; y from 10/1.15 to 1150."""
     chart = render_lines(
         [LineSeries("c-a", "rate", [(1, 10), (10, 1000)])], "devices", "rate", [(1, "one"), (10, "ten")]
     )

@@ -20,7 +20,7 @@ Slow = Callable[[int, int, int], float]
 
 
 class Run:
-    """A run whose ranks compute a layer of a sample in 10 ms; shares are decided beside the cut, and reset by it."""
+    """A run whose ranks compute a layer of a sample in 10 ms; shares are decided apart from the cut, which resets them."""
 
     def __init__(self, layout: Layout, slow: Slow, most_layers: int = LAYERS, times: LayerTimes = TIMES):
         self.layout, self.slow, self.most, self.times = layout, slow, most_layers, times

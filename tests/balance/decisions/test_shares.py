@@ -333,7 +333,7 @@ def test_the_group_that_differs_most_is_the_reason(recorded: Recorded) -> None:
 
 
 def test_a_rank_that_collects_garbage_keeps_its_samples():
-    """With fewer of them it would be as late; before garbage was told from computing, it was given fewer."""
+    """With fewer of them it would be as late; it received fewer while garbage collection counted as computing."""
 
     def garbage_s(rank: int, step: int) -> float:
         return 4.0 * (rank == 2 and step >= 30)

@@ -1,4 +1,4 @@
-"""Which versions of the training spec are read, and what is said of the others."""
+"""Known versions of the training spec are read; others are refused with what to do."""
 
 from __future__ import annotations
 

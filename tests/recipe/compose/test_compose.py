@@ -304,7 +304,7 @@ def test_problems_carry_the_text_they_stand_in(tmp_path: Path, write) -> None:
 
 
 def test_what_is_beside_a_recipes_name_does_no_harm(tmp_path: Path, write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder `tiny` of the user's own; and the folder is this one where none is named."""
+    """The user has a folder `tiny`; the working directory is the default."""
     write("tiny", "not a recipe")
     write("recipes/mine.yaml", RECIPE)
     assert compose("tiny", [], tmp_path).data["model"]["name"]
@@ -342,7 +342,7 @@ def test_what_failed_is_known_by_its_group(tmp_path: Path) -> None:
 
 
 def test_an_accelerator_is_chosen_by_its_name_whole(tmp_path: Path, write) -> None:
-    """Nothing of the cluster's own accelerator is left, and what is set beside the name counts, in any order."""
+    """Nothing of the cluster's own accelerator is left, and keys next to the name count, in any order."""
     write("conf/accelerator/mine.yaml", "name: My chip\nvendor: me\nbf16_tflops: 100\n")
     named = ["cluster.accelerator.tdp_w=400", "cluster.accelerator=mine"]
     composed = compose("llama3_8b", ["cluster=h100", *named], tmp_path)
@@ -444,7 +444,7 @@ def test_a_command_line_has_no_version(tmp_path: Path) -> None:
     ],
 )
 def test_a_recipe_of_another_version_is_refused_with_its_line(tmp_path: Path, write, stated, code, version) -> None:
-    """Also where another builds on it. What it says otherwise is not judged: it may be right there."""
+    """Also if another recipe builds on it. Its other keys are not judged: they may be right in that version."""
     write("recipes/old.yaml", f"description: old\nspec_version: {stated}\nnew_section: {{}}\ndefaults: [gone]\n")
     write("recipes/mine.yaml", "defaults: [old, _self_]\n")
     for name in ("old", "mine"):

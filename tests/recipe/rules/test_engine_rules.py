@@ -1,4 +1,4 @@
-"""What can be planned but not trained is refused, never passed over."""
+"""Recipes that can be planned but not trained are refused."""
 
 from __future__ import annotations
 

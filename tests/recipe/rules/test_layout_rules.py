@@ -1,4 +1,4 @@
-"""What no layout can be is refused, with the reason and what to type."""
+"""Impossible layouts are refused, with the reason and the correction."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NF4 = {"lora.rank": 4, "lora.base": "nf4"}
     ],
 )
 def test_adapters_documents_and_whole_attention(make_spec, changes, path, words):
-    """Each of these rules alone refuses a run that would train something else than was asked for."""
+    """Each rule alone refuses a run that would train something other than the recipe's request."""
     found = [(problem.path, problem.message) for problem in check_engine(make_spec(changes))]
     assert any(where == path and words in message for where, message in found), found
 

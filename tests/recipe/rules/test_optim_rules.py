@@ -1,4 +1,4 @@
-"""What an optimizer does not go with is refused, with what to type."""
+"""Settings that an optimizer does not support are refused, with the correction."""
 
 from __future__ import annotations
 

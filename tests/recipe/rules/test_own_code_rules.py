@@ -1,4 +1,4 @@
-"""What a recipe says of one's own blocks and loss fits the code, the layout and the rest, before any of it runs."""
+"""Keys for user-defined blocks and losses are checked against code, layout and the rest before the code runs."""
 
 from __future__ import annotations
 

@@ -419,7 +419,7 @@ def test_a_queue_that_has_drained_before_the_small_exchange_is_a_narrow_links():
 
 @pytest.mark.parametrize(("between", "cause"), [((3, 4), "delayed_link"), ((4, 5), "as_planned")])
 def test_a_small_exchange_makes_several_round_trips_between_nodes(between, cause):
-    """It takes 10 ms longer, of which one round trip is 2."""
+    """It takes 10 ms longer; one round trip takes 2 of them."""
     telemetry = Telemetry().narrow([between], 4.0)
     telemetry.counters["agreed_s"][60:] += 1e-2
     telemetry.rtts_s[between] = 2e-3

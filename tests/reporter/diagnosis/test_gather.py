@@ -212,7 +212,7 @@ def started_command(tmp_path, world_size: int = 2) -> tuple[RunDir, list[EventWr
 
 
 def own_run(tmp_path, steps: int, grown_bytes: int, world_size: int = 2) -> RunDir:
-    """A run of a command of the user's own, of which the last step hangs: each step takes so many more bytes."""
+    """A run of a user's command whose last step hangs; each step takes `grown_bytes` more memory."""
     run, writers = started_command(tmp_path, world_size)
     for rank, writer in enumerate(writers):
         for step in range(1, steps + 1):
