@@ -20,7 +20,7 @@ Slow = Callable[[int, int, int], float]
 
 
 class Run:
-    """A run whose ranks compute a layer of a sample in 10 ms; shares are decided apart from the cut, which resets them."""
+    """A run whose ranks compute a layer of a sample in 10 ms; a new cut resets the shares."""
 
     def __init__(self, layout: Layout, slow: Slow, most_layers: int = LAYERS, times: LayerTimes = TIMES):
         self.layout, self.slow, self.most, self.times = layout, slow, most_layers, times
