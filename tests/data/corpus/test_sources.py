@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from lab.problems import refused
+from lab.problems import assert_problems, refused
 
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.core.printable import Style
@@ -71,21 +71,22 @@ def test_jsonl_gives_one_document_a_line_and_skips_blank_ones(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "words", "got"),
     [
-        ("{text: 1}", "not JSON (Expecting property name enclosed in double quotes): {text: 1}"),
-        ('["a"]', 'not a JSON object: ["a"]'),
-        ('{"body": "a", "id": 3}', "no field `text`; it has: body, id"),
-        ('{"text": 3}', "field `text` is not a string: 3"),
-        ('{"text": "\\ud800"}', "field `text` contains half a surrogate pair, \\ud800"),
+        ("{text: 1}", "not JSON", ": {text: 1}"),
+        ('["a"]', "JSON object", ': ["a"]'),
+        ('{"body": "a", "id": 3}', "no field `text`", ": body, id"),
+        ('{"text": 3}', "`text`", ": 3"),
+        ('{"text": "\\ud800"}', "`text`", ", \\ud800"),
     ],
 )
-def test_a_bad_json_line_is_named_with_what_was_got(tmp_path, line, message):
+def test_a_bad_json_line_is_named_with_what_was_got(tmp_path, line, words, got):
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "good"}\n' + line + "\n")
     with pytest.raises(RecipeError) as error:
         read(source="jsonl", path=str(file))
-    assert (problem_of(error).where(), problem_of(error).message) == (f"{file}:2", message)
+    assert_problems(error.value.problems, ("bad_document", f"{file}:2", words, got))
+    assert problem_of(error).message.endswith(got)
 
 
 def test_a_missing_field_says_how_to_choose_another(tmp_path):

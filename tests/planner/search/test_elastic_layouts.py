@@ -91,22 +91,21 @@ def test_every_layout_of_four_devices_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "words"),
     [
-        ({"layout": LayoutSpec(tp=3)}, "tp does not divide the heads"),
+        ({"layout": LayoutSpec(tp=3)}, " the heads"),
         ({"layout": LayoutSpec(cp=4), "data": DataSpec(seq_len=1022, source="tokens")},
-         "the sequence is not divisible by cp"),
-        ({"layout": LayoutSpec(pp=3)}, "the axes' product is not the number of devices"),
-        ({"batching": BatchingSpec(3), "layout": LayoutSpec(tp=AUTO)}, "a data-parallel rank would get no samples"),
-        ({"layout": LayoutSpec(pp=16)}, "more pipeline stages than layers"),
+         " by cp"),
+        ({"layout": LayoutSpec(pp=3)}, "number of devices"),
+        ({"batching": BatchingSpec(3), "layout": LayoutSpec(tp=AUTO)}, " no samples"),
+        ({"layout": LayoutSpec(pp=16)}, "stages than layers"),
     ],
     ids=str,
 )  # fmt: skip
-def test_why_there_is_no_layout(changes: dict[str, Any], reason: str) -> None:
+def test_why_there_is_no_layout(changes: dict[str, Any], words: str) -> None:
     layouts, space = found_in(32, **changes)
     assert layouts == []
-    assert set(space.refused) == {reason}
-    assert space.refused[reason] >= 1
+    assert len(space.refused) == 1 and refused_for(space, words) >= 1
 
 
 def test_axes_keep_to_the_fast_links_and_to_sequences_of_512() -> None:
