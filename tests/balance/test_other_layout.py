@@ -132,7 +132,7 @@ def test_narrow_links_and_slow_ranks_are_both_told_of() -> None:
     proposal = others_of(spec_of(TENSOR)).propose(slow(r5=2.1), narrow(3.0, rank=6))
     assert proposal is not None
     assert proposal.reason.startswith(
-        "rank 5 computes for 2.1 times as long as usual and "
+        "the computation of rank 5 takes 2.1 times as long as usual and "
         "the exchanges of rank 6 inside its scale-up domain take 3 times as long as usual; as "
     )
 

@@ -73,10 +73,10 @@ def test_long_waits_for_data_are_told_of(fake_run: Any) -> None:
     fake_run.start()
     for step in range(1, 11):
         fake_run.step(step, data_wait=0.04)
-    assert "time for data" not in text_of(render_report(collect(fake_run.dir.root)))
+    assert "waiting for data" not in text_of(render_report(collect(fake_run.dir.root)))
     for step in range(11, 21):
         fake_run.step(step, data_wait=0.2)
-    assert "time for data" in text_of(render_report(collect(fake_run.dir.root)))
+    assert "waiting for data" in text_of(render_report(collect(fake_run.dir.root)))
 
 
 def test_what_the_scheduler_did_has_a_section(fake_run: Any, recorded: Recorded) -> None:

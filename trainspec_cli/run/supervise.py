@@ -52,8 +52,8 @@ from trainspec_cli.run.recovery import recovery, run_state
 from trainspec_cli.run.recovery.run_state import NodeSlow
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 
-# Find a node without which the run would be faster, using the speeds that its workers report, and record the decision
-# or advice. The decision itself is made in `balance.decisions.shares`; `run.recovery` acts on it.
+# Find a node without which the run would be faster, using the speeds that the run's workers report, and record the
+# decision or advice. The decision itself is made in `balance.decisions.shares`; `run.recovery` acts on it.
 
 
 SUPERVISOR = -1
@@ -108,7 +108,7 @@ class SlowNodes:
         self._number = sum(isinstance(event, NodesEvent) for event in read_sound(job.run.directives))
 
     def open(self, job: Job, plan: Plan) -> None:
-        """Start a generation of the run, where speeds and times are measured anew."""
+        """Start a generation of the run. Its speeds and times are measured from scratch."""
         self._job = job
         self._plan = plan
         self.hostnames = ("",) * len(job.nodes)
@@ -156,7 +156,7 @@ class SlowNodes:
             assert plan is not None, "a gain is known only with a plan"
             name = f"node {node} ({host})" if host else f"node {node}"
             why = (
-                f"{name} computes for {gain.pace:.1f} times as long as usual; "
+                f"{name} takes {gain.pace:.1f} times as long as usual to compute; "
                 f"a step takes {format_duration(gain.before_s)}, "
                 f"and is expected to take {format_duration(gain.expected_s)} without it"
             )
@@ -193,7 +193,7 @@ class SlowNodes:
         return job, plan
 
     def _plan_fewer(self, replan: Replan, plan: Plan) -> Plan | None:
-        """Return the plan of the run with one node fewer. If the planner fails, the error is reported, and training
+        """Return the plan of the run with one fewer node. If the planner fails, the error is reported, and training
         continues."""
         try:
             return replan(plan, plan.num_nodes - 1)
@@ -209,7 +209,7 @@ class SlowNodes:
 
     @property
     def _plan_without(self) -> Plan | None:
-        """Return the plan of the run with one node fewer; None if no layout fits or while it is still being
+        """Return the plan of the run with one fewer node; None if no layout fits or while the plan is still being
         computed."""
         if self._spare is not None:
             return self._plan
@@ -239,7 +239,7 @@ class SlowNodes:
         return len(steps)
 
     def _learn(self, report: SpeedsReport) -> None:
-        """Adopt the speeds that the workers have confirmed. From now on, step times are measured anew."""
+        """Adopt the speeds that the workers have confirmed, and start collecting step times from scratch."""
         samples = sum(report.samples[row[0]] for row in data_rows(report.layout))
         times = RankTimes(report.compute_s, report.even_s, self._paces.note(report.layout, report.even_s))
         # Best case with the node: the slowest rank's compute time with the best sample shares that the scheduler may
@@ -299,7 +299,7 @@ class Ending:
     stop_requested: bool
     """True if a user or a scheduler has asked the supervisor, or a node's agent, to stop."""
     left_behind: tuple[int, ...] = ()
-    """Ids of processes that could not be ended, because they are stuck in the kernel."""
+    """Ids of processes that could not be killed, because they are stuck in the kernel."""
     given_up: str = ""
     """Why the supervisor ended the run, if it did (for example because too few replica groups were left)."""
     generation: int | None = None

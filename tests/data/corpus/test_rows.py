@@ -177,9 +177,9 @@ def test_conversations_are_packed(folder_of) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda fields: fields["train"].update(tokens=-1), "has a count below 0"),
-        (lambda fields: fields["heldout"].update(bytes=2**53), "larger than any disk"),
-        (lambda fields: fields["train"]["shards"][0].update(offset_bytes=-2), "has a count below 0"),
+        (lambda fields: fields["train"].update(tokens=-1), "count"),
+        (lambda fields: fields["heldout"].update(bytes=2**53), "count .*any disk"),
+        (lambda fields: fields["train"]["shards"][0].update(offset_bytes=-2), "count"),
         (lambda fields: fields["train"].update(tokens=9), "shards of train .* 9 tokens"),
         (lambda fields: fields["train"]["shards"][0].update(file="a\0b"), "invalid file name"),
         (lambda fields: fields["train"]["shards"][0].update(file="a" * 4097), "invalid file name"),

@@ -35,7 +35,7 @@ def simulation() -> Simulation:
     return Simulation(
         name="slow", description="", data_parallel_ranks=8, global_batch_size=100, steps=3, step_s=4.0,
         replica_groups=1, micro_batch_size=1, largest_micro_batch_size=4, report_interval=10,
-        events=("device 3 computes for 2 times as long",),
+        events=("device 3 takes 2 times as long to compute",),
         off=SimulatedPace(24.0, 12.5, ()),
         on=SimulatedPace(15.0, 20.0, (10.0, 20.0, 25.0)),
         ideal=SimulatedPace(13.0, 22.0, ()),

@@ -109,7 +109,7 @@ class Joined:
     join_key: str = JOIN_KEY
     """Key or option that specifies how long nodes wait for one another."""
     of_slurm: bool = False
-    """True if srun merges the output of all nodes, so that the first node's progress is already visible."""
+    """True if srun merges the output of all nodes; the first node's progress is then already visible."""
 
 
 def join(
@@ -122,8 +122,8 @@ def join(
 ) -> int:
     """Join a run started by the first node, as node `node`; return the run's exit code.
 
-    Joins every start by the first node until the run has a result. Raises MachineError if the first node does not start
-    within `wait_s`, or if other users can write to the run folder."""
+    Joins each of the first node's starts until the run has a result. Raises MachineError if the first node does not
+    start within `wait_s`, or if other users can write to the run folder."""
     run = RunDir(Path(run_dir).absolute())
     served = 0
     deadline = time.monotonic() + wait_s
