@@ -94,7 +94,7 @@ def test_a_slow_rank_of_a_tensor_parallel_group_is_given_samples_of_its_own() ->
     """Eight ranks wait for one that takes 2.1 times as long; as data-parallel ranks, that one takes fewer samples."""
     proposal = others_of(spec_of(TENSOR)).propose(slow(r5=2.1))
     assert proposal is not None and proposal.layout.tp == 1 and proposal.layout.data_parallel_size == 8
-    assert proposal.reason.startswith("rank 5 computes for 2.1 times as long as usual; as ")
+    assert "rank 5 " in proposal.reason and " 2.1 times " in proposal.reason
     assert "1 instead of 8 ranks" in proposal.reason and "shrinks" in proposal.reason
     assert proposal.micro_batch_size <= proposal.largest_micro_batch_size <= 2 * proposal.micro_batch_size
     assert proposal.micro_batch_size * proposal.grad_accum_steps * 8 >= 24
