@@ -1,4 +1,4 @@
-"""What tests of several rooms share."""
+"""Fixtures and hooks for tests of several folders."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from lab import measured, strangers
 from lab.drawing import NOT_DRAWN, order_of_commit
 from lab.other_frameworks import NOT_IN_CI
 from lab.published import MODELS, SIZES
+from lab.recorded import Recorded
 from lab.tracing import Trace, open_forks, tracer
 
 from trainspec_cli.data.corpus import bpe
@@ -66,6 +67,10 @@ SPEC = RunSpec(
 )
 CURVES = ("loss", "add", "cast", "optimizer", "all_reduce", "all_gather", "reduce_scatter")
 PASSES = ("attention", "attention_narrow", "norm", "rope", "swiglu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite", action="store_true", help="write the texts in expected/ folders again")
 
 
 def pytest_configure() -> None:
@@ -145,6 +150,12 @@ def _refuse_skip(report: Report) -> Report:
     if not any(excuse in reason for excuse in (*EXCUSED_IN_CI, NOT_DRAWN)):
         report.outcome, report.longrepr = "failed", f"skipped, which CI does not allow: {reason}"
     return report
+
+
+@pytest.fixture
+def recorded(request: pytest.FixtureRequest) -> Recorded:
+    """recorded(text): the text is the one that expected/ has for this test."""
+    return Recorded(request)
 
 
 @pytest.fixture
