@@ -47,13 +47,7 @@ class ConvTape(Tape):
         return self.apply((x,), x.elements, saves_output=True)
 
     def batch_norm(self, x: Value, channels: int) -> Value:
-        """Record a batch norm. Statistics are in fp32: narrower inputs are copied, and so is the gradient in the
-        backward."""
-        size, narrow = x.elements * PRECISE, x.width < PRECISE
-        forward = 2 * size - x.elements * x.width if narrow else 0.0
-        backward = 4 * size - x.elements * x.width if narrow else 2 * size
-        inputs = (x, self.parameter(channels), self.parameter(channels))
-        return self.apply(inputs, x.elements, saved=(x,), scratch=(forward, backward))
+        return self.group_norm(x, channels)
 
     def group_norm(self, x: Value, channels: int) -> Value:
         return self.apply((x, self.parameter(channels), self.parameter(channels)), x.elements, saved=(x,))
