@@ -391,9 +391,9 @@ class EngineStep:
 
     def _repeated(self, part: LayersPart) -> tuple[float, float]:
         """Return the seconds of forward work and of exchanges that the backward of these layers repeats."""
-        work_s = recompute_part_s(replace(part, tp=0.0, tp_again=0.0, cp=0.0, cp_again=0.0, ep=0.0), self._again)
+        work_s = recompute_part_s(replace(part, tp=0.0, tp_again=0.0, cp=0.0, cp_again=0.0, ep=0.0, dp=0.0), self._again)
         work_s -= self._again.full * self._again.layers * part.unrepeated
-        waits_s = part.tp + part.tp_again + part.cp + part.cp_again + part.ep
+        waits_s = part.tp + part.tp_again + part.cp + part.cp_again + part.ep + part.dp
         return work_s, (self._again.elementwise > 0) * self._again.layers * waits_s
 
     def _with_work(self, unit: FsdpUnit, part: LayersPart) -> FsdpUnit:
@@ -405,7 +405,7 @@ class EngineStep:
             forward_s=part.forward,
             backward_s=part.backward - weights_s + again_s,
             weights_s=weights_s,
-            forward_waits_s=part.tp + part.cp + part.ep,
+            forward_waits_s=part.tp + part.cp + part.ep + part.dp,
             backward_waits_s=again_waits_s + sum((PASSES[axis] - 1) * getattr(part, axis) for axis in PASSES),
         )
 
@@ -430,7 +430,7 @@ class EngineStep:
                 first = self.once.embedding
                 summed_s = PASSES["tp"] * first.tp
                 again_s = summed_s / 2 if layout.sequence_parallel else 0.0  # gathered in the backward
-                before_s = (first.forward + summed_s - again_s, first.backward + again_s)
+                before_s = (first.forward + summed_s - again_s + first.dp, first.backward + again_s + first.dp)
             if number == layout.num_stages - 1:
                 head = self.once.head
                 outside = outside.plus(head)
@@ -587,12 +587,13 @@ class EngineStep:
             tp_comm_s=micro * (PASSES["tp"] * part.tp + repeats * (layers.tp + layers.tp_again)),
             cp_comm_s=micro * (PASSES["cp"] * part.cp + repeats * (layers.cp + layers.cp_again)),
             ep_comm_s=micro * (PASSES["ep"] * part.ep + repeats * layers.ep),
+            dp_comm_s=micro * (PASSES["dp"] * part.dp + repeats * layers.dp),
         )
         busy = replace(
             busy,
             # The remainder consists of norms, gates, losses and FSDP2's copies.
             memory_bound_s=busy_s[slowest] - launches_s - waits_s - late_s[slowest][1] - busy.total_s,
-            dp_comm_s=waits_s + slowed_s + late_s[slowest][1] + agreement_s,
+            dp_comm_s=busy.dp_comm_s + waits_s + slowed_s + late_s[slowest][1] + agreement_s,
             bubble_s=alone_s - busy_s[slowest],
             pp_comm_s=end_s(lambda run: run.ends_s) - alone_s,
             optimizer_s=self._optimizer_s(slowest),

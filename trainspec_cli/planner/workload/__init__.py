@@ -29,6 +29,9 @@ class Gemm:
     count: float = 1.0
     wide: bool = True
     """True if it uses the linear layers' format (fp8, ...). The router, the head and frozen parts stay in bf16."""
+    image: float = 0.0
+    """Number of elements in the input of a convolution, whose m x k patches overlap; 0 for a matrix multiplication, or
+    if the input's memory traffic is counted elsewhere."""
 
     @property
     def flops(self) -> float:
@@ -73,7 +76,7 @@ class Work:
     """Its other operations (forward, backward), counted from its code; None: not counted."""
     tensor_bytes: float = 1e9
     """Size of one activation passed between kernels, which determines whether it stays in the cache."""
-    kernels: int = 0
+    kernels: float = 0
     """Number of kernels that an eager framework launches in the forward."""
     serial_kernels: int = 0
     """Number of small kernels that run one after another at any batch size, so that only their latency counts."""
@@ -119,6 +122,8 @@ class Work:
 
     convolves: bool = False
     """True if its matrix multiplications are convolutions, whose kernels reach different rates."""
+    normed: tuple[int, ...] = ()
+    """Channels of each batch norm, whose statistics trainspec's engine sums over the data-parallel ranks."""
 
     @property
     def flops(self) -> float:

@@ -6,13 +6,13 @@ The workspace of convolution kernels depends on the library and is not counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import cast
 
-from trainspec_cli.planner.memory.engine.blocks import BlockProfile, profile
+from trainspec_cli.planner.memory.engine.blocks import BlockProfile, kernels_of, profile
 from trainspec_cli.planner.memory.engine.step import (
     MASTER_WIDTH,
     WIDTHS,
@@ -22,10 +22,17 @@ from trainspec_cli.planner.memory.engine.step import (
     Sharded,
     Sharding,
 )
-from trainspec_cli.planner.memory.engine.tape import INDEX, PRECISE, Tape, Value
+from trainspec_cli.planner.memory.engine.tape import INDEX, PRECISE, Kernels, Tape, Value
 from trainspec_cli.planner.memory.engine.units import Matrix, Unit, state_bytes, update_bytes
+from trainspec_cli.planner.workload import Gemm, Layers, Work
 from trainspec_cli.recipe.keys.model import STEM_CHANNELS, ConvModel
 from trainspec_cli.recipe.keys.run import Recompute
+
+
+STATISTICS_KERNELS = (10, 3)
+"""Kernels of an accelerator's batch norm that access only its statistics (`engine/models/layers.py`), without casts."""
+UPDATE_KERNELS = 13
+"""Kernels that update the running statistics of all norms with those of a micro-batch."""
 
 
 class ConvTape(Tape):
@@ -34,23 +41,48 @@ class ConvTape(Tape):
     def __init__(self, width: float):
         super().__init__(width)
         self.matrices: list[Matrix] = []
+        self.products: list[Gemm] = []
+        self.normed: list[int] = []
+        """Channels of each batch norm."""
 
     def parameter(self, rows: int, row: int = 1) -> Value:
         self.matrices.append((rows, row))
         return self.leaf(rows * row)
 
-    def conv(self, x: Value, weight: Value, elements: float, bias: int = 0) -> Value:
-        inputs = (x, weight, self.parameter(bias)) if bias else (x, weight)
-        return self.apply(inputs, elements, saved=(x,), costly=True)
+    def conv(self, x: Value, weight: Matrix, elements: float, groups: int = 1, *, has_bias: bool = False) -> Value:
+        """Record a convolution with as many outputs as `weight` has rows."""
+        rows, row = weight
+        self.products.append(Gemm(elements / rows, rows / groups, row, groups, wide=False, image=x.elements))
+        return self._convolved(x, weight, elements, rows * has_bias)
+
+    def widen(self, x: Value, weight: Matrix, elements: float, channels: int) -> Value:
+        """Record a transposed convolution with a bias and as many inputs as `weight` has rows."""
+        rows, row = weight
+        self.products.append(Gemm(x.elements / rows, row, rows, wide=False, image=x.elements))
+        return self._convolved(x, weight, elements, channels)
+
+    def _convolved(self, x: Value, weight: Matrix, elements: float, bias: int) -> Value:
+        inputs = [x, self.parameter(*weight), *([self.parameter(bias)] if bias else [])]
+        sums_gradient = [elements * self.width] if bias else []
+        return self.apply(inputs, elements, saved=(x,), costly=True, kernels=((), sums_gradient))
 
     def relu(self, x: Value) -> Value:
         return self.apply((x,), x.elements, saves_output=True)
 
     def batch_norm(self, x: Value, channels: int) -> Value:
-        return self.group_norm(x, channels)
+        """Record a batch norm: two kernels per direction that access `x`, and others for its statistics."""
+        self.normed.append(channels)
+        casts = 2 * (x.width < PRECISE)
+        forward = (x.size, 2 * x.size, *(0.0,) * STATISTICS_KERNELS[0])
+        backward = (2 * x.size, 3 * x.size, *(0.0,) * (STATISTICS_KERNELS[1] + casts))
+        return self._normed(x, channels, (forward, backward))
 
     def group_norm(self, x: Value, channels: int) -> Value:
-        return self.apply((x, self.parameter(channels), self.parameter(channels)), x.elements, saved=(x,))
+        return self._normed(x, channels, ((2 * x.size,), (3 * x.size,)))
+
+    def _normed(self, x: Value, channels: int, kernels: tuple[Kernels, Kernels]) -> Value:
+        inputs = (x, self.parameter(channels), self.parameter(channels))
+        return self.apply(inputs, x.elements, saved=(x,), kernels=kernels)
 
 
 @dataclass(frozen=True)
@@ -117,11 +149,13 @@ def _resnet(model: ConvModel, samples: int) -> ConvParts:
 def _stem(tape: ConvTape, images: Value, model: ConvModel, pixels: float) -> Value:
     x = tape.relu(conv_norm(tape, images, STEM_CHANNELS, pixels, model.in_channels * 49))
     pooled = x.elements / 4
-    return tape.apply((x,), pooled, saved=(x, tape.new(pooled, INDEX)))
+    chosen = tape.new(pooled, INDEX)
+    forward = x.size + pooled * tape.width + chosen.size
+    return tape.apply((x,), pooled, saved=(x, chosen), kernels=((forward,), (forward + x.size,)))
 
 
-def conv_norm(tape: ConvTape, x: Value, channels: int, pixels: float, fan_in: int) -> Value:
-    return tape.batch_norm(tape.conv(x, tape.parameter(channels, fan_in), pixels * channels), channels)
+def conv_norm(tape: ConvTape, x: Value, channels: int, pixels: float, fan_in: int, groups: int = 1) -> Value:
+    return tape.batch_norm(tape.conv(x, (channels, fan_in), pixels * channels, groups), channels)
 
 
 @dataclass(frozen=True)
@@ -142,7 +176,8 @@ class BottleneckSizes:
         return tape.relu(tape.add(conv_norm(tape, mixed, out, self.pixels_out, width), self.shortcut(tape, x, out)))
 
     def mixed(self, tape: ConvTape, narrow: Value) -> Value:
-        return tape.relu(conv_norm(tape, narrow, self.width, self.pixels_out, self.width * 9 // self.model.groups))
+        groups = self.model.groups
+        return tape.relu(conv_norm(tape, narrow, self.width, self.pixels_out, self.width * 9 // groups, groups))
 
     def shortcut(self, tape: ConvTape, x: Value, channels: int) -> Value:
         if self.stride == 1 and self.channels_in == channels:
@@ -153,6 +188,7 @@ class BottleneckSizes:
 def _classify(tape: ConvTape, x: Value, channels: int, samples: int, classes: int) -> Value:
     pooled = tape.apply((x,), samples * channels)
     logits = tape.linear(pooled, tape.parameter(classes, channels), samples * classes)
+    tape.products.append(Gemm(samples, classes, channels, wide=False))
     tape.parameter(classes)
     return tape.apply((tape.cast(logits, PRECISE),), 1, saves_output=True)
 
@@ -191,7 +227,7 @@ def pair(tape: ConvTape, x: Value, channels_in: int, channels: int, dims: int, v
 
 
 def conv_norm_relu(tape: ConvTape, x: Value, channels_in: int, channels: int, dims: int, voxels: float) -> Value:
-    weight = tape.parameter(channels, channels_in * 3**dims)
+    weight = (channels, channels_in * 3**dims)
     return tape.relu(tape.group_norm(tape.conv(x, weight, voxels * channels), channels))
 
 
@@ -200,8 +236,7 @@ def _up(below: int, width: int, dims: int, voxels: float, beside: int) -> ConvPa
 
     def forward(tape: ConvTape, entering: Sequence[Value]) -> Value:
         x, held = entering
-        weight = tape.parameter(below, width * 2**dims)
-        joined = tape.cat(tape.conv(x, weight, above * width, bias=width), held)
+        joined = tape.cat(tape.widen(x, (below, width * 2**dims), above * width, width), held)
         return pair(tape, joined, 2 * width, width, dims, above)
 
     return ConvPart(forward, (voxels * below, above * width), beside)
@@ -209,7 +244,7 @@ def _up(below: int, width: int, dims: int, voxels: float, beside: int) -> ConvPa
 
 def _segment(tape: ConvTape, x: Value, channels: int, voxels: float, classes: int) -> Value:
     """Record cross-entropy and soft Dice in fp32."""
-    logits = tape.conv(x, tape.parameter(classes, channels), voxels * classes, bias=classes)
+    logits = tape.conv(x, (classes, channels), voxels * classes, has_bias=True)
     logits = tape.cast(logits, PRECISE)
     entropy = tape.apply((logits,), logits.elements, saves_output=True, width=PRECISE)
     entropy = tape.apply((entropy,), voxels, width=PRECISE)
@@ -225,6 +260,41 @@ def dice_targets(tape: Tape, voxels: float, classes: int) -> Value:
     wanted = tape.new(voxels * (classes - 1), PRECISE)
     del indices
     return wanted
+
+
+# The work of a micro-batch, counted by operation
+
+
+@lru_cache(maxsize=64)
+def conv_works(model: ConvModel, samples: int) -> tuple[Layers, tuple[Work, ...], tuple[Work, ...]]:
+    """Return the work of each block, of what comes before the blocks, and of what comes after them."""
+    net = network(model, samples)
+    layers = tuple(map(_works_of, net.blocks))
+    last = _works_of(net.head)
+    if net.stem is None:
+        return layers, (), last
+    updates = Work(counted_kernels=({0.0: UPDATE_KERNELS}, {}), kernels=UPDATE_KERNELS / 3)
+    return layers, _works_of(net.stem), (*last, updates)
+
+
+def _works_of(part: ConvPart) -> tuple[Work, ...]:
+    tape = ConvTape(2.0)
+    forward, backward = kernels_of(tape, part.forward(tape, part.sources(tape)))
+    if part.beside is not None:  # the gradient of the skip connection is added to another one
+        backward[3 * tape.width * part.entering[1]] += 1
+    first, *others = tape.products
+    launches = forward.total() + backward.total() + 2 * len(tape.products)
+    work = Work(
+        gemms=(first, *others),
+        counted_kernels=(forward, backward),
+        kernels=launches / 3,
+        params=sum(rows * row for rows, row in tape.matrices),
+        normed=tuple(tape.normed),
+    )
+    if not part.is_first:
+        return (work,)
+    # The input is data, which needs no gradient.
+    return Work(gemms=(first,), leaf=True), replace(work, gemms=tuple(others))
 
 
 # Replay a step of a convolutional network: its parts one after another, forward and backward.
