@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from trainspec_cli.core.environment_names import EMULATED
 from trainspec_cli.core.errors import Problem, RecipeError
@@ -136,7 +135,6 @@ class ChipCosts:
             else:
                 arithmetic_s = flops / (older * rates.plain_matmul * self.eff.attention_forward)
             return arithmetic_s + softmax_s + self.eff.kernel_s
-        traffic_s = self.memory_s(traffic_bytes(op, args, kwargs, result))
         if name in CONVOLUTIONS:
             image, weight = args[CONVOLUTIONS[name] : CONVOLUTIONS[name] + 2]
             is_transposed, _, groups = args[CONVOLUTIONS[name] + 6 : CONVOLUTIONS[name] + 9]
@@ -147,11 +145,7 @@ class ChipCosts:
                 return once_s
             *products, sums_gradient = args[-1]
             return sum(products) * once_s + sums_gradient * self.memory_s(nbytes_of(outputs))
-        if op.overloadpacket in flop_registry:
-            flops = flop_registry[op.overloadpacket](*args, **kwargs, out_val=result)
-            dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            return max(flops / self.rates(dtype).plain_matmul + self.eff.kernel_s, traffic_s)
-        return traffic_s
+        return self.memory_s(traffic_bytes(op, args, kwargs, result))
 
     def exchange_s(self, kind: str, ranks: Sequence[int], nbytes: float) -> float:
         """Return the time of an exchange among these global ranks; `nbytes` is the larger of the bytes that any rank
