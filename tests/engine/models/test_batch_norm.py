@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from engine.parallel.ranks import FakePeers, Ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainspec_cli.engine import accelerators
 from trainspec_cli.engine.models.layers import BatchNorm, forget_statistics, update_statistics
-from trainspec_cli.wings.emulated.engine import norms
 
 CHANNELS = 5
-LIBRARY = torch.library.Library("aten", "IMPL")
-
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["elementary", "fused"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test runs with elementary operations, and with an accelerator's kernels."""
-    norms.register(LIBRARY)
-    kind = replace(accelerators.KINDS["cpu"], has_norm_kernels=request.param)
-    monkeypatch.setitem(accelerators.KINDS, "cpu", kind)
 
 
 def make_norm(dtype: torch.dtype = torch.float32) -> BatchNorm:

@@ -126,7 +126,8 @@ def update_statistics(norms: Sequence[BatchNorm]) -> None:
         new = torch.cat([*means, *variances])
         # The running variance is unbiased. Non-finite statistics are excluded, because they would persist forever.
         factors = (counts / (counts - 1).clamp(min=1)).unbind()
-        new[len(new) // 2 :].mul_(torch.cat([factor.expand(len(mean)) for factor, mean in zip(factors, means)]))
+        spread = [factor.expand(len(mean)) for factor, mean in zip(factors, means, strict=True)]
+        new[len(new) // 2 :].mul_(torch.cat(spread))
         old = torch.cat(running)
         kept = torch.where(new.abs() < torch.inf, new.to(old.dtype), old)
         torch._foreach_lerp_(running, kept.split([len(one) for one in running]), BatchNorm.momentum)

@@ -103,6 +103,9 @@ class FsdpUnit:
     forward_waits_s: float = 0.0
     """Time of exposed exchanges inside the layer (tp, cp, ep)."""
     backward_waits_s: float = 0.0
+    before_statistics_s: float = 0.0
+    """The backward's time before the first exchange of a batch norm's statistics, if that uses the same communicator;
+    0 otherwise."""
     early_s: float = 0.0
     """The backward's time, including exchanges, before the block's experts need their parameters."""
 
@@ -250,6 +253,8 @@ class RankClock:
                     ready_s = self._exchange("gather", waiting[-1], self.now_s) if waiting else 0.0
                 self.now_s += unit.early_s
             for unit in reversed(block):
+                if unit.before_statistics_s:
+                    self._wait(self.free_s[unit.group] - unit.before_statistics_s)
                 self.now_s += unit.backward_s + unit.backward_waits_s
                 if exchanges:
                     self._reduce(unit, number)
@@ -391,7 +396,9 @@ class EngineStep:
 
     def _repeated(self, part: LayersPart) -> tuple[float, float]:
         """Return the seconds of forward work and of exchanges that the backward of these layers repeats."""
-        work_s = recompute_part_s(replace(part, tp=0.0, tp_again=0.0, cp=0.0, cp_again=0.0, ep=0.0, dp=0.0), self._again)
+        work_s = recompute_part_s(
+            replace(part, tp=0.0, tp_again=0.0, cp=0.0, cp_again=0.0, ep=0.0, dp=0.0), self._again
+        )
         work_s -= self._again.full * self._again.layers * part.unrepeated
         waits_s = part.tp + part.tp_again + part.cp + part.cp_again + part.ep + part.dp
         return work_s, (self._again.elementwise > 0) * self._again.layers * waits_s
@@ -405,6 +412,7 @@ class EngineStep:
             forward_s=part.forward,
             backward_s=part.backward - weights_s + again_s,
             weights_s=weights_s,
+            before_statistics_s=part.before_dp * (self.setup.layout.dp_replicate == 1),
             forward_waits_s=part.tp + part.cp + part.ep + part.dp,
             backward_waits_s=again_waits_s + sum((PASSES[axis] - 1) * getattr(part, axis) for axis in PASSES),
         )

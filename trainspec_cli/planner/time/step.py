@@ -42,7 +42,14 @@ from trainspec_cli.planner.time.data_parallel import (
 from trainspec_cli.planner.workload import Gemm, KernelCounts, Work, embedding_work, head_work, layer_works
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import ConvModel, Layer, TextModel, has_layer_list, loss_chunk_tokens, loss_group_tokens
+from trainspec_cli.recipe.keys.model import (
+    ConvModel,
+    Layer,
+    TextModel,
+    has_layer_list,
+    loss_chunk_tokens,
+    loss_group_tokens,
+)
 from trainspec_cli.recipe.results.plan import StepTime
 
 FUSED_LOSS = 1 / 3
@@ -210,6 +217,8 @@ class LayersPart:
     ep: float = 0.0
     dp: float = 0.0
     """The same for the statistics of batch norms."""
+    before_dp: float = 0.0
+    """Time of the backward before the first exchange of statistics."""
     params: float = 0.0
     expert_params: float = 0.0
     tp_again: float = 0.0
@@ -232,6 +241,7 @@ class LayersPart:
             self.cp + times * other.cp,
             self.ep + times * other.ep,
             self.dp + times * other.dp,
+            self.before_dp + times * other.before_dp,
             self.params + times * other.params,
             self.expert_params + times * other.expert_params,
             self.tp_again + times * other.tp_again,
@@ -332,6 +342,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         cp=cp,
         ep=ep,
         dp=sum(statistics_s(groups["dp"], channels, eff) for channels in work.normed),
+        before_dp=kernels_s(work.before_statistics or {}, rates, eff),
         params=work.params,
         expert_params=work.expert_params,
         tp_again=tp_again,
@@ -540,7 +551,9 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     embedding_works = [embedding_work(model, setup.tokens, layout)]
     head_works = [head_work(model, setup.tokens, layout)]
     if isinstance(model, ConvModel) and runs_eagerly(setup):
-        layers, embedding_works, head_works = conv_works(model, max(1, round(setup.micro_batch_size)))
+        layers, embedding_works, head_works = conv_works(
+            model, max(1, round(setup.micro_batch_size)), rates.element_bytes
+        )
     # `layer_works` has one object per kind of layer, so 100 identical layers are timed only once.
     kinds = dict(zip(map(id, layers), layers, strict=True))
     if setup.software.counted and not (setup.software.fused_kernels or setup.lora.rank) and has_layer_list(model):

@@ -124,6 +124,8 @@ class Work:
     """True if its matrix multiplications are convolutions, whose kernels reach different rates."""
     normed: tuple[int, ...] = ()
     """Channels of each batch norm, whose statistics trainspec's engine sums over the data-parallel ranks."""
+    before_statistics: KernelCounts | None = None
+    """Kernels of the backward before the first of these sums, if there is one."""
 
     @property
     def flops(self) -> float:

@@ -846,10 +846,10 @@ def mixer_kernels(shape: Shape, mixer: Mixer) -> tuple[Counter[float], Counter[f
     tape = Tape(shape.width)
     x = tape.leaf(shape.outside_tokens * shape.hidden, frozen=False)
     y = tape.add(x, with_bias(tape, MIXERS[mixer](tape, norm(tape, x, shape), shape), mixer, shape))
-    return kernels_of(tape, y)
+    return _kernels_of(tape, y)
 
 
-def kernels_of(tape: Tape, y: Value) -> tuple[Counter[float], Counter[float]]:
+def _kernels_of(tape: Tape, y: Value) -> tuple[Counter[float], Counter[float]]:
     """Return the kernels that computed `y`, and those of its backward pass."""
     assert y.node is not None
     tape.backward(y.node, tape.new(y.elements))
@@ -862,7 +862,7 @@ def experts_kernels(shape: Shape) -> tuple[Counter[float], Counter[float]]:
     """Return the kernels of `mixer_kernels` that need the parameters of the experts."""
     tape = Tape(shape.width)
     copies = tape.leaf(shape.outside_tokens * shape.experts.top_k * shape.hidden, frozen=False)
-    return kernels_of(tape, products(tape, copies, shape))
+    return _kernels_of(tape, products(tape, copies, shape))
 
 
 MIXERS: dict[Mixer, Part] = {

@@ -5,6 +5,7 @@ The workspace of convolution kernels depends on the library and is not counted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,7 +13,7 @@ from itertools import pairwise
 from math import prod
 from typing import cast
 
-from trainspec_cli.planner.memory.engine.blocks import BlockProfile, kernels_of, profile
+from trainspec_cli.planner.memory.engine.blocks import BlockProfile, profile
 from trainspec_cli.planner.memory.engine.step import (
     MASTER_WIDTH,
     WIDTHS,
@@ -28,9 +29,10 @@ from trainspec_cli.planner.workload import Gemm, Layers, Work
 from trainspec_cli.recipe.keys.model import STEM_CHANNELS, ConvModel
 from trainspec_cli.recipe.keys.run import Recompute
 
-
 STATISTICS_KERNELS = (10, 3)
 """Kernels of an accelerator's batch norm that access only its statistics (`engine/models/layers.py`), without casts."""
+SAMPLE_KERNELS = (14, 14)
+"""Kernels of a segmentation's loss with one value per sample or class."""
 UPDATE_KERNELS = 13
 """Kernels that update the running statistics of all norms with those of a micro-batch."""
 
@@ -190,7 +192,10 @@ def _classify(tape: ConvTape, x: Value, channels: int, samples: int, classes: in
     logits = tape.linear(pooled, tape.parameter(classes, channels), samples * classes)
     tape.products.append(Gemm(samples, classes, channels, wide=False))
     tape.parameter(classes)
-    return tape.apply((tape.cast(logits, PRECISE),), 1, saves_output=True)
+    logits = tape.cast(logits, PRECISE)
+    # Softmax and its logarithm, then the loss. The backward begins with the loss's gradient, and sums that of the bias.
+    kernels = ((2 * logits.size, logits.size), (0.0, logits.size, 3 * logits.size, logits.size))
+    return tape.apply((logits,), 1, saves_output=True, kernels=kernels)
 
 
 # U-Net
@@ -247,17 +252,26 @@ def _segment(tape: ConvTape, x: Value, channels: int, voxels: float, classes: in
     logits = tape.conv(x, (classes, channels), voxels * classes, has_bias=True)
     logits = tape.cast(logits, PRECISE)
     entropy = tape.apply((logits,), logits.elements, saves_output=True, width=PRECISE)
-    entropy = tape.apply((entropy,), voxels, width=PRECISE)
+    labels_bytes = INDEX * voxels
+    losses_bytes = PRECISE * voxels
+    picked_bytes = logits.size + labels_bytes + losses_bytes
+    kernels = ((picked_bytes, losses_bytes), (picked_bytes + logits.size, losses_bytes))
+    entropy = tape.apply((entropy,), voxels, width=PRECISE, kernels=kernels)
     chosen = tape.apply((logits,), logits.elements, saves_output=True, width=PRECISE)
     wanted, seen = dice_targets(tape, voxels, classes), chosen.elements * (classes - 1) / classes
-    common = tape.apply((tape.part(chosen, seen),), seen, saved=(wanted,), width=PRECISE)
-    return tape.apply((common, entropy), 1)
+    seen_bytes = PRECISE * seen
+    # The product of probabilities and targets, and the sums of all three.
+    kernels = ((3 * seen_bytes, *3 * (seen_bytes,)), (2 * seen_bytes, 2 * seen_bytes))
+    common = tape.apply((tape.part(chosen, seen),), seen, saved=(wanted,), width=PRECISE, kernels=kernels)
+    small = ((0.0,) * SAMPLE_KERNELS[0], (0.0,) * SAMPLE_KERNELS[1])
+    return tape.apply((common, entropy), 1, kernels=small)
 
 
 def dice_targets(tape: Tape, voxels: float, classes: int) -> Value:
     """Return the one-hot classes of each voxel, which are created from indices."""
     indices = tape.new(voxels * classes, INDEX)
     wanted = tape.new(voxels * (classes - 1), PRECISE)
+    tape.move(indices.size, 3 * INDEX * voxels, (INDEX + PRECISE) * wanted.elements)  # zeros, ones, a cast
     del indices
     return wanted
 
@@ -266,30 +280,41 @@ def dice_targets(tape: Tape, voxels: float, classes: int) -> Value:
 
 
 @lru_cache(maxsize=64)
-def conv_works(model: ConvModel, samples: int) -> tuple[Layers, tuple[Work, ...], tuple[Work, ...]]:
-    """Return the work of each block, of what comes before the blocks, and of what comes after them."""
+def conv_works(model: ConvModel, samples: int, width: float) -> tuple[Layers, tuple[Work, ...], tuple[Work, ...]]:
+    """Return the work of each block, of what comes before the blocks, and of what comes after them.
+    `width`: bytes per element in the compute format."""
     net = network(model, samples)
-    layers = tuple(map(_works_of, net.blocks))
-    last = _works_of(net.head)
+    layers = tuple(_works_of(block, width) for block in net.blocks)
+    last = _works_of(net.head, width)
     if net.stem is None:
         return layers, (), last
     updates = Work(counted_kernels=({0.0: UPDATE_KERNELS}, {}), kernels=UPDATE_KERNELS / 3)
-    return layers, _works_of(net.stem), (*last, updates)
+    return layers, _works_of(net.stem, width), (*last, updates)
 
 
-def _works_of(part: ConvPart) -> tuple[Work, ...]:
-    tape = ConvTape(2.0)
-    forward, backward = kernels_of(tape, part.forward(tape, part.sources(tape)))
+def _works_of(part: ConvPart, width: float) -> tuple[Work, ...]:
+    tape = ConvTape(width)
+    y = part.forward(tape, part.sources(tape))
+    assert y.node is not None
+    tape.backward(y.node, tape.new(y.elements))
+    forward, in_backward = tape.kernels
     if part.beside is not None:  # the gradient of the skip connection is added to another one
-        backward[3 * tape.width * part.entering[1]] += 1
+        in_backward.append(3 * width * part.entering[1])
+
+    def stated(kernels: Kernels) -> Counter[float]:
+        """Return the number of kernels by traffic, which a work states for 2 bytes per element."""
+        return Counter(2.0 / width * size for size in kernels)
+
     first, *others = tape.products
-    launches = forward.total() + backward.total() + 2 * len(tape.products)
+    launches = len(forward) + len(in_backward) + 2 * len(tape.products)
     work = Work(
         gemms=(first, *others),
-        counted_kernels=(forward, backward),
+        counted_kernels=(stated(forward), stated(in_backward)),
         kernels=launches / 3,
         params=sum(rows * row for rows, row in tape.matrices),
         normed=tuple(tape.normed),
+        # A norm's first kernel of the backward precedes its sum; its second one and those of its statistics follow.
+        before_statistics=stated(in_backward[: in_backward.index(0.0) - 1]) if tape.normed else None,
     )
     if not part.is_first:
         return (work,)

@@ -1,6 +1,7 @@
 """The kernels of torch's SyncBatchNorm, which torch does not have for a CPU, from elementary operations.
 
-Each stands for one kernel, whose time follows from its arguments and results (costs.py). Shapes: (B, C, ...).
+Each stands for one kernel, whose time follows from its arguments and results (costs.py). Shapes: (B, C, ...) for x and
+its gradient, (C,) for statistics and weights.
 """
 
 from __future__ import annotations
@@ -16,43 +17,41 @@ from trainspec_cli.engine.models.layers import precise
 
 
 def _statistics(x: Tensor, _running_mean: None, _running_variance: None, _momentum: float) -> tuple[Tensor, Tensor]:
-    variance_C, mean_C = torch.var_mean(precise(x), _others(x), correction=0)
-    return mean_C, variance_C
+    variance, mean = torch.var_mean(precise(x), _others(x), correction=0)
+    return mean, variance
 
 
-def _normalise(
-    x: Tensor, weight_C: Tensor, bias_C: Tensor, mean_C: Tensor, inverse_std_C: Tensor, _eps: float
-) -> Tensor:
-    normal = (precise(x) - _along(mean_C, x)) * _along(inverse_std_C, x)
-    return (normal * _along(weight_C, x) + _along(bias_C, x)).to(x.dtype)
+def _normalise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse_std: Tensor, _eps: float) -> Tensor:
+    normal = (precise(x) - _along(mean, x)) * _along(inverse_std, x)
+    return (normal * _along(weight, x) + _along(bias, x)).to(x.dtype)
 
 
 def _sum_gradients(
-    gradient: Tensor, x: Tensor, mean_C: Tensor, inverse_std_C: Tensor, weight_C: Tensor, *_needed: bool
+    gradient: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor, weight: Tensor, *_needed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     gradient = precise(gradient)
-    to_bias_C = gradient.sum(_others(x))
-    to_mean_C = (gradient * (precise(x) - _along(mean_C, x))).sum(_others(x))
-    to_weight_C = (to_mean_C * inverse_std_C).to(weight_C.dtype)
-    return to_bias_C, to_mean_C, to_weight_C, to_bias_C.to(weight_C.dtype, copy=True)
+    to_bias = gradient.sum(_others(x))
+    to_mean = (gradient * (precise(x) - _along(mean, x))).sum(_others(x))
+    to_weight = (to_mean * inverse_std).to(weight.dtype)
+    return to_bias, to_mean, to_weight, to_bias.to(weight.dtype, copy=True)
 
 
 def _differentiate(
-    gradient: Tensor, x: Tensor, mean_C: Tensor, inverse_std_C: Tensor, weight_C: Tensor, to_bias_C: Tensor,
-    to_mean_C: Tensor, counts: Tensor,
+    gradient: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor, weight: Tensor, to_bias: Tensor,
+    to_mean: Tensor, counts: Tensor,
 ) -> Tensor:  # fmt: skip
     count = counts.sum()
-    along_x_C = to_mean_C / count * inverse_std_C.square()
-    rest = precise(gradient) - _along(to_bias_C / count, x) - (precise(x) - _along(mean_C, x)) * _along(along_x_C, x)
-    return (rest * _along(weight_C * inverse_std_C, x)).to(x.dtype)
+    along_x = to_mean / count * inverse_std.square()
+    rest = precise(gradient) - _along(to_bias / count, x) - (precise(x) - _along(mean, x)) * _along(along_x, x)
+    return (rest * _along(weight * inverse_std, x)).to(x.dtype)
 
 
 def _others(x: Tensor) -> list[int]:
     return [0, *range(2, x.dim())]
 
 
-def _along(values_C: Tensor, x: Tensor) -> Tensor:
-    return values_C.view(1, -1, *(1 for _ in x.shape[2:]))
+def _along(values: Tensor, x: Tensor) -> Tensor:
+    return values.view(1, -1, *(1 for _ in x.shape[2:]))
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
