@@ -254,7 +254,7 @@ class RankClock:
                 self.now_s += unit.early_s
             for unit in reversed(block):
                 if unit.before_statistics_s:
-                    self._wait(self.free_s[unit.group] - unit.before_statistics_s)
+                    self._wait(max(self.free_s[unit.group], self.across_s) - unit.before_statistics_s)
                 self.now_s += unit.backward_s + unit.backward_waits_s
                 if exchanges:
                     self._reduce(unit, number)
@@ -412,7 +412,8 @@ class EngineStep:
             forward_s=part.forward,
             backward_s=part.backward - weights_s + again_s,
             weights_s=weights_s,
-            before_statistics_s=part.before_dp * (self.setup.layout.dp_replicate == 1),
+            # With both shards and replicas, statistics have a communicator of their own.
+            before_statistics_s=part.before_dp * (1 in (self.setup.layout.dp_shard, self.setup.layout.dp_replicate)),
             forward_waits_s=part.tp + part.cp + part.ep + part.dp,
             backward_waits_s=again_waits_s + sum((PASSES[axis] - 1) * getattr(part, axis) for axis in PASSES),
         )

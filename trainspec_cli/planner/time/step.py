@@ -215,10 +215,6 @@ class LayersPart:
     `PASSES` times as long."""
     cp: float = 0.0
     ep: float = 0.0
-    dp: float = 0.0
-    """The same for the statistics of batch norms."""
-    before_dp: float = 0.0
-    """Time of the backward before the first exchange of statistics."""
     params: float = 0.0
     expert_params: float = 0.0
     tp_again: float = 0.0
@@ -226,6 +222,10 @@ class LayersPart:
     cp_again: float = 0.0
     unrepeated: float = 0.0
     """Time of a block's last product, which full recomputation leaves out, because no backward needs its result."""
+    dp: float = 0.0
+    """Like `tp`, for the statistics of batch norms."""
+    before_dp: float = 0.0
+    """Time of the backward before the first exchange of statistics."""
 
     def plus(self, other: LayersPart, times: float = 1.0) -> LayersPart:
         return LayersPart(
@@ -240,13 +240,13 @@ class LayersPart:
             self.tp + times * other.tp,
             self.cp + times * other.cp,
             self.ep + times * other.ep,
-            self.dp + times * other.dp,
-            self.before_dp + times * other.before_dp,
             self.params + times * other.params,
             self.expert_params + times * other.expert_params,
             self.tp_again + times * other.tp_again,
             self.cp_again + times * other.cp_again,
             self.unrepeated + times * other.unrepeated,
+            self.dp + times * other.dp,
+            self.before_dp + times * other.before_dp,
         )
 
     @classmethod
