@@ -27,6 +27,7 @@ from trainspec_cli.planner.hardware.cluster import (
 )
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.memory.engine.blocks import experts_kernels
+from trainspec_cli.planner.memory.engine.conv import conv_units
 from trainspec_cli.planner.memory.engine.units import Unit, block_unit, experts_unit, outside_unit, whole_experts
 from trainspec_cli.planner.pipeline import Action, Kind, actions, alike_ranks, cut_layers, ends_of_ranks_s
 from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup
@@ -46,7 +47,7 @@ from trainspec_cli.planner.time.step import (
     recompute_part_s,
     waiting_share,
 )
-from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel, Layer, TextModel, has_layer_list
+from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, Layer, TextModel, has_layer_list
 from trainspec_cli.recipe.results.plan import StepTime
 
 # Memory traffic of FSDP2's copies in bytes per parameter, for a 2-byte compute format and gradients summed in fp32.
@@ -319,6 +320,8 @@ class EngineStep:
         params = unit.full
         padded = unit.gathered
         own = unit.own
+        # Kernels that cast and copy tensors one by one; in text models, their number makes no difference.
+        tensors = 0.5 if has_layer_list(setup.model) else len(unit.matrices)
         cast_s = self._moved_s(CAST_BYTES * own)
         gathered_s = gather_s(shard, self.once.rates.element_bytes * padded, setup, self.eff)
         return FsdpUnit(
@@ -327,7 +330,9 @@ class EngineStep:
             reduce_s=scatter_s(shard, reduce_bytes * padded, setup, self.eff),
             across_s=sum_s(self._inside["dp_replicate"], reduce_bytes * own, setup, self.eff),
             # One rank casts and copies its shard in place of gathering it.
-            copy_out_s=self._moved_s(COPY_OUT_BYTES * padded) if gathered_s else cast_s,
+            copy_out_s=self._moved_s(COPY_OUT_BYTES * padded)
+            if gathered_s
+            else cast_s + (2 * tensors - 1) * self.eff.kernel_s,
             copy_in_s=self._moved_s(COPY_IN_BYTES[0] * params + COPY_IN_BYTES[1] * padded),
             copy_sums_in_s=self._moved_s(COPY_SUMS_IN_BYTES[0] * params + COPY_SUMS_IN_BYTES[1] * padded),
             first_sum_s=self._moved_s(FIRST_SUM_BYTES * params),
@@ -349,7 +354,7 @@ class EngineStep:
         model = self.setup.model
         if not has_layer_list(model):
             whole = LayersPart.total(mixers)
-            return (self._with_work(self._unit(self._one_tensor(whole)), whole),)
+            return (self._with_work(self._unit(self._plain_unit(whole, kind)), whole),)
         layer = next(layer for number, layer in enumerate(model.layer_list) if self.once.kind_of(number) == kind)
         unit = self._unit(block_unit(model, layer, layout, self.setup.lora))
         if layout.ep == 1 or "experts" not in layer.mixers:
@@ -459,11 +464,16 @@ class EngineStep:
         model = self.setup.model
         if has_layer_list(model):
             return outside_unit(model, layout, stage == 0, stage == layout.num_stages - 1)
-        return self._one_tensor(part)
+        return self._plain_unit(part, None)
 
-    def _one_tensor(self, part: LayersPart) -> Unit:
-        """Return the parameters of a model without a list of its layers as one tensor."""
-        return Unit(((round(part.params), 1),), self.setup.group_layout.shards)
+    def _plain_unit(self, part: LayersPart, block: int | None) -> Unit:
+        """Return the parameters of a block, or those outside the blocks, of a model without a list of its layers. Only
+        convolutional networks are known by tensor."""
+        shards = self.setup.group_layout.shards
+        if not isinstance(self.setup.model, ConvModel):
+            return Unit(((round(part.params), 1),), shards)
+        blocks, outside = conv_units(self.setup.model, shards)
+        return outside if block is None else blocks[block]
 
     def _optimizer_s(self, rank: int) -> float:
         setup = self.setup

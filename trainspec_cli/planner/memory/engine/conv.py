@@ -132,6 +132,14 @@ def network(model: ConvModel, samples: int) -> ConvParts:
     return _unet(model, samples) if model.segments else _resnet(model, samples)
 
 
+@lru_cache(maxsize=64)
+def conv_units(model: ConvModel, shards: int) -> tuple[tuple[Unit, ...], Unit]:
+    """Return the parameters of each block, and those outside the blocks."""
+    net = network(model, samples=1)
+    outside = [part.unit.matrices for part in (net.stem, net.head) if part]
+    return tuple(Unit(block.unit.matrices, shards) for block in net.blocks), Unit(sum(outside, ()), shards)
+
+
 # ResNet
 
 
@@ -261,8 +269,8 @@ def _segment(tape: ConvTape, x: Value, channels: int, voxels: float, classes: in
     wanted, seen = dice_targets(tape, voxels, classes), chosen.elements * (classes - 1) / classes
     seen_bytes = PRECISE * seen
     # The product of probabilities and targets, and the sums of all three.
-    kernels = ((3 * seen_bytes, *3 * (seen_bytes,)), (2 * seen_bytes, 2 * seen_bytes))
-    common = tape.apply((tape.part(chosen, seen),), seen, saved=(wanted,), width=PRECISE, kernels=kernels)
+    combining = ((3 * seen_bytes, *3 * (seen_bytes,)), (2 * seen_bytes, 2 * seen_bytes))
+    common = tape.apply((tape.part(chosen, seen),), seen, saved=(wanted,), width=PRECISE, kernels=combining)
     small = ((0.0,) * SAMPLE_KERNELS[0], (0.0,) * SAMPLE_KERNELS[1])
     return tape.apply((common, entropy), 1, kernels=small)
 
@@ -349,13 +357,12 @@ class _ConvReplay:
         net = network(self.model, run.samples)
         self.stem = _profiled(net.stem, self.width, "none") if net.stem else None
         self.head = _profiled(net.head, self.width, "none")
-        self.blocks = [self._block(part) for part in net.blocks]
-        outside = [part.unit.matrices for part in (net.stem, net.head) if part]
-        self.outside = Sharded(Unit(sum(outside, ()), run.layout.dp_shard))
-
-    def _block(self, part: ConvPart) -> _ConvBlock:
-        unit = Unit(part.unit.matrices, self.given.layout.dp_shard)
-        return _ConvBlock(part, _profiled(part, self.width, self.given.recompute), Sharded(unit))
+        units, outside = conv_units(self.model, run.layout.dp_shard)
+        self.blocks = [
+            _ConvBlock(part, _profiled(part, self.width, run.recompute), Sharded(unit))
+            for part, unit in zip(net.blocks, units, strict=True)
+        ]
+        self.outside = Sharded(outside)
 
     def run(self) -> PeakMemory:
         self._hold_state()
