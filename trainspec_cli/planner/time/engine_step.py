@@ -320,8 +320,9 @@ class EngineStep:
         params = unit.full
         padded = unit.gathered
         own = unit.own
-        # Kernels that cast and copy tensors one by one; in text models, their number makes no difference.
-        tensors = 0.5 if has_layer_list(setup.model) else len(unit.matrices)
+        # One rank casts and copies its tensors one by one. The tensors of text models are so large that this is not
+        # counted for them.
+        more_kernels = 0 if has_layer_list(setup.model) else 2 * len(unit.matrices) - 1
         cast_s = self._moved_s(CAST_BYTES * own)
         gathered_s = gather_s(shard, self.once.rates.element_bytes * padded, setup, self.eff)
         return FsdpUnit(
@@ -332,7 +333,7 @@ class EngineStep:
             # One rank casts and copies its shard in place of gathering it.
             copy_out_s=self._moved_s(COPY_OUT_BYTES * padded)
             if gathered_s
-            else cast_s + (2 * tensors - 1) * self.eff.kernel_s,
+            else cast_s + more_kernels * self.eff.kernel_s,
             copy_in_s=self._moved_s(COPY_IN_BYTES[0] * params + COPY_IN_BYTES[1] * padded),
             copy_sums_in_s=self._moved_s(COPY_SUMS_IN_BYTES[0] * params + COPY_SUMS_IN_BYTES[1] * padded),
             first_sum_s=self._moved_s(FIRST_SUM_BYTES * params),
