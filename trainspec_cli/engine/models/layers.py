@@ -217,10 +217,11 @@ class _FusedBatchNorm(torch.autograd.Function):
             gradient, x, mean, inverse_std, weight, True, True, False
         )
         both = norm.sum_over_ranks(torch.cat([to_bias, to_mean])).div_(ctx.seen[-1])
+        all_to_bias, all_to_mean = both.chunk(2)
         # The kernel divides by an int32, which a large batch overflows.
         one = torch.ones(1, dtype=torch.int32, device=x.device)
         to_x = torch.batch_norm_backward_elemt(
-            gradient, x, mean, inverse_std, weight.to(mean.dtype), *both.chunk(2), one
+            gradient, x, mean, inverse_std, weight.to(mean.dtype), all_to_bias, all_to_mean, one
         )
         return to_x, to_weight, to_bias.to(weight.dtype), None
 

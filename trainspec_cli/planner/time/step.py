@@ -478,7 +478,8 @@ def recompute_part_s(part: LayersPart, again: Recompute) -> float:
 def own_work_s(part: LayersPart) -> float:
     """Return the time of one micro-batch in seconds, forward and backward, without recomputation."""
     work_s = part.forward + part.backward
-    return work_s + sum(passes * getattr(part, axis) for axis, passes in PASSES.items())
+    exchanges_s: float = sum(passes * getattr(part, axis) for axis, passes in PASSES.items())
+    return work_s + exchanges_s
 
 
 def layer_s(part: LayersPart, again: Recompute) -> float:
@@ -548,8 +549,8 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     model = setup.model
     rates = rates_of(setup.fabric.chip, setup.matmul, setup.compute, eff)
     layers = layer_works(model, setup.tokens, setup.seq_len, layout)
-    embedding_works = [embedding_work(model, setup.tokens, layout)]
-    head_works = [head_work(model, setup.tokens, layout)]
+    embedding_works: Sequence[Work | None] = [embedding_work(model, setup.tokens, layout)]
+    head_works: Sequence[Work | None] = [head_work(model, setup.tokens, layout)]
     if isinstance(model, ConvModel) and runs_eagerly(setup):
         layers, embedding_works, head_works = conv_works(
             model, max(1, round(setup.micro_batch_size)), rates.element_bytes
