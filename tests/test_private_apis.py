@@ -66,6 +66,7 @@ PARTS: dict[str, str] = {
     "torch.utils.backend_registration._setup_privateuseone_for_python_backend": "wings/emulated/engine/device.py",
     "torch._foreach_copy_": "wings/emulated/engine/device.py",
     "torch._foreach_div_": "engine/kernels/adamw.py engine/optim/own.py",
+    "torch._foreach_lerp_": "engine/models/layers.py",
     "torch._foreach_norm": "engine/optim/optimizer.py",
     "torch._ops.OpOverload._overloadpacket": "engine/tools/trace.py",
     "torch._subclasses.fake_tensor.FakeTensor": "engine/own_code.py",

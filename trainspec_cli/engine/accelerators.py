@@ -35,11 +35,13 @@ class DeviceKind:
     """True if torch's profiler measures times on the device (torch/autograd/profiler.py)."""
     compiles: bool = True
     """True if torch.compile has a backend for the device."""
+    has_norm_kernels: bool = False
+    """True if torch has the kernels of SyncBatchNorm for the device (`torch.batch_norm_elemt` and related ones)."""
 
 
 KINDS = {
     "cpu": DeviceKind("gloo", is_numbered=False, capturable=False, is_profiled=False),
-    "cuda": DeviceKind("nccl"),
+    "cuda": DeviceKind("nccl", has_norm_kernels=True),
     "xpu": DeviceKind("xccl"),
     "hpu": DeviceKind("hccl"),
     "npu": DeviceKind("hccl"),

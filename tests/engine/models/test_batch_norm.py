@@ -8,7 +8,7 @@ from engine.parallel.ranks import FakePeers, Ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainspec_cli.engine.models.layers import BatchNorm
+from trainspec_cli.engine.models.layers import BatchNorm, forget_statistics, update_statistics
 
 CHANNELS = 5
 
@@ -42,6 +42,8 @@ def pass_through(norm, x, gradient):
     x = x.clone().requires_grad_()
     out = norm(x)
     out.backward(gradient.to(out.dtype))
+    if isinstance(norm, BatchNorm):
+        update_statistics([norm])
     return out.detach(), x.grad, norm.weight.grad, norm.bias.grad
 
 
@@ -72,6 +74,7 @@ def test_a_forward_that_is_repeated_counts_once():
     plain, again = make_norm(), make_norm()
     plain(x).backward(gradient)
     checkpoint(again, x, use_reentrant=False).backward(gradient)
+    update_statistics([plain, again])
     assert torch.equal(plain.running_mean, again.running_mean)
     assert torch.equal(plain.weight.grad, again.weight.grad)
 
@@ -112,3 +115,20 @@ def test_a_micro_batch_that_is_empty_on_every_rank_changes_nothing() -> None:
     assert not to_weight.any() and not to_bias.any()
     assert torch.equal(norm.running_mean, make_norm().running_mean)
     assert torch.equal(norm.running_variance, make_norm().running_variance)
+
+
+def test_several_norms_and_micro_batches_are_updated_at_once() -> None:
+    x, gradient = draw()
+    micro_batches = [[(x[:3], gradient[:3]), (x[:2], gradient[:2])], [(x[3:], gradient[3:]), (x[5:], gradient[5:])]]
+    alone = [make_norm(), make_norm()]
+    together = [make_norm(), make_norm()]
+    together[1](x).sum().backward()
+    forget_statistics(together)
+    for of_norms in micro_batches:
+        for number, both in enumerate(of_norms):
+            pass_through(alone[number], *both)
+            together[number](both[0]).backward(both[1])
+    update_statistics(together)
+    for norm, wanted in zip(together, alone, strict=True):
+        assert torch.equal(norm.running_mean, wanted.running_mean)
+        assert torch.equal(norm.running_variance, wanted.running_variance)

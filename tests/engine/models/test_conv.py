@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from trainspec_cli.engine.build.assemble import build_model
 from trainspec_cli.engine.models.conv import dice, segmentation_loss
 from trainspec_cli.planner.hardware.rates import models
-from trainspec_cli.planner.workload import count_params
+from trainspec_cli.planner.workload import count_params, flops_per_token
 from trainspec_cli.recipe.keys.model import ConvModel
 
 SMALL = ConvModel("resnet", (32, 32), widths=(4, 8), blocks=(2, 1), in_channels=2, num_classes=5)
@@ -161,3 +162,11 @@ def test_the_loss_is_summed_over_samples_and_each_is_judged_by_its_hard_dice():
             for k in (1, 2)
         ]
         assert judged["dice"][sample].item() == pytest.approx(float(sum(shares)) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("model", [FLAT, SOLID], ids=str)
+def test_the_planner_counts_the_flops_of_the_network(model: ConvModel) -> None:
+    net = build(model)
+    with FlopCounterMode(display=False) as counter:
+        net(torch.randn(2, model.in_channels, *model.input_size, dtype=torch.float64))
+    assert 2 * flops_per_token(model, 1) / 3 == counter.get_total_flops()

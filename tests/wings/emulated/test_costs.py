@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -11,15 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainspec_cli.engine.build.assemble import build_model
 from trainspec_cli.engine.models.decoder import Block
 from trainspec_cli.engine.tools.trace import kernels_of
 from trainspec_cli.planner.hardware.cluster import Fabric
 from trainspec_cli.planner.hardware.rates import build_accelerator, load_group
 from trainspec_cli.planner.memory.engine.blocks import Shape, mixer_kernels
-from trainspec_cli.planner.time.step import EAGER_CAST_BYTES, EAGER_CAST_KERNELS, gemm_s
+from trainspec_cli.planner.memory.engine.conv import UPDATE_KERNELS, conv_works
+from trainspec_cli.planner.time.step import EAGER_CAST_BYTES, EAGER_CAST_KERNELS, gemm_s, kernels_s
 from trainspec_cli.planner.workload import Gemm
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, LatentAttentionSpec
+from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, ExpertSpec, LatentAttentionSpec
 from trainspec_cli.wings.emulated import Settings
 from trainspec_cli.wings.emulated.engine.costs import ATTENTION, ChipCosts, VirtualTime, costs_of, traffic_bytes
 
@@ -172,6 +175,61 @@ def test_the_plan_counts_the_operations_of_a_block(name: str) -> None:
         moved = sum(each * number for each, number in counted.items())
         assert moved == pytest.approx(found.nbytes, rel=0.03)
         assert counted.total() == pytest.approx(found.kernels, rel=0.1)
+
+
+class Seconds(TorchDispatchMode):
+    """Sums the time of operations on an H100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.costs = ChipCosts(H100, Fabric(H100, 1, 1, 1, 900, 400))
+        self.seconds = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        # A GPU does not check the labels of `one_hot`.
+        if not func.is_view and not name.startswith((*FREE, "promote_types", "aminmax", "_local_scalar_dense")):
+            self.seconds += self.costs.operation_s(func, args, kwargs or {}, result)
+        return result
+
+
+CONVOLUTIONAL = {
+    "resnet": ConvModel("resnet", (64, 64), widths=(16, 32), blocks=(2, 1), num_classes=5),
+    "groups": ConvModel("resnet", (64, 64), widths=(16, 32), blocks=(1, 2), num_classes=5, groups=4),
+    "two dimensions": ConvModel("unet", (64, 96), widths=(8, 16), in_channels=2, num_classes=3),
+    "three dimensions": ConvModel("unet", (16, 32, 16), widths=(8, 16), num_classes=4),
+}
+
+
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CONVOLUTIONAL)
+def test_the_plan_counts_the_operations_of_a_convolutional_network(name: str, compute: torch.dtype) -> None:
+    model = CONVOLUTIONAL[name]
+    samples = 8
+    net = build_model(model, 1).to(compute)
+    for key, parameter in net.named_parameters():
+        net.init_parameter(key, parameter.data, torch.Generator())
+    images = torch.randn(samples, model.in_channels, *model.input_size, dtype=compute)
+    labels = torch.zeros(samples, *(model.input_size if model.segments else ()), dtype=torch.int64)
+    with kernels_of("gpu"):
+        with Seconds() as forward:
+            loss = net(images, labels)
+        with Seconds() as backward:
+            loss.backward()
+    blocks, before, after = conv_works(model, samples, compute.itemsize)
+    rates = forward.costs.rates(compute)
+    planned = [0.0, 0.0]
+    for work in (*before, *itertools.chain(*blocks), *after):
+        for gemm in work.gemms:
+            way_s = gemm_s(gemm, rates, forward.costs.eff)
+            planned[0] += way_s[0]
+            planned[1] += way_s[2] + (0.0 if work.leaf else way_s[1])
+        for way, kernels in enumerate(work.counted_kernels or ()):
+            planned[way] += kernels_s(kernels, rates, forward.costs.eff)
+    if model.architecture == "resnet":
+        planned[0] -= UPDATE_KERNELS * forward.costs.eff.kernel_s  # after the micro-batch
+    assert planned == pytest.approx([forward.seconds, backward.seconds], rel=0.02)
 
 
 def test_a_copy_that_changes_the_format_moves_both_ends() -> None:

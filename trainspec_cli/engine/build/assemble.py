@@ -480,6 +480,7 @@ def build_train_state(
         late_sums=[LateSum(summed, peers) for summed, peers in late if summed],
         positions_S=positions_S,
         routers=routers_of(list(parts.values())),
+        norms=[norm for part in parts.values() for norm in part.norm_modules()],
         spread_experts={one.name for one in shares if one.cut and one.cut.group.group_name == ep_group},
         compression=exchanges.compression,
         wire=exchanges.wire,

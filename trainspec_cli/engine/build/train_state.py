@@ -16,6 +16,7 @@ from trainspec_cli.engine.comm.codec import WireMeter
 from trainspec_cli.engine.comm.compressed import Compression
 from trainspec_cli.engine.comm.exchange import Peers
 from trainspec_cli.engine.mesh import Mesh
+from trainspec_cli.engine.models.layers import BatchNorm
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.observe.links import LinkTimers
 from trainspec_cli.engine.parallel.data_parallel import ModuleLosses
@@ -99,6 +100,8 @@ class TrainState:
     """The positions of each sequence that this rank holds; None for all positions."""
     routers: Sequence[Any]
     """Routers whose experts' load the engine balances."""
+    norms: Sequence[BatchNorm] = ()
+    """Norms whose running statistics each step updates."""
     spread_experts: Collection[str] = ()
     """Names of the parameters that are spread over ep."""
     compression: Compression = field(default_factory=Compression)

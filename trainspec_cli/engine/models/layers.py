@@ -3,13 +3,14 @@ channel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainspec_cli.engine.accelerators import KINDS
 from trainspec_cli.recipe.keys.model import Activation
 
 
@@ -84,18 +85,22 @@ class BatchNorm(nn.Module):
     (arXiv:1502.03167).
 
     In every layout, the statistics equal those of a single process that computes all ranks' micro-batches. They are
-    computed in fp32. Shapes: B samples, C channels, then the spatial dimensions.
+    computed in at least fp32. Shapes: B samples, C channels, then the spatial dimensions.
     """
 
+    momentum = 0.1
     running_mean: Tensor
     running_variance: Tensor
 
-    def __init__(self, channels: int, eps: float = 1e-5, momentum: float = 0.1):
+    def __init__(self, channels: int, eps: float = 1e-5):
         super().__init__()
         self.eps = eps
-        self.momentum = momentum
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
         """Sums in place over all ranks that hold parts of a micro-batch; parts may have any size. Set externally."""
+        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Mean (C,), variance (C,) and number of values per channel (scalar) of each micro-batch whose backward has
+        run. The backward adds them, because it runs only once even with recomputation; `update_statistics` uses
+        them."""
         self.weight = nn.Parameter(torch.empty(channels))
         self.bias = nn.Parameter(torch.empty(channels))
         self.register_buffer("running_mean", torch.empty(channels))
@@ -108,9 +113,35 @@ class BatchNorm(nn.Module):
         return _scale(x, scale, precise(self.bias) - self.running_mean * scale)
 
 
+def update_statistics(norms: Sequence[BatchNorm]) -> None:
+    """Update the running statistics with those of the micro-batches since the last update.
+
+    All norms are updated together: with kernels of its own, each norm would wait longer for their launches than for
+    their work.
+    """
+    running = [norm.running_mean for norm in norms] + [norm.running_variance for norm in norms]
+    for seen in zip(*(norm.seen for norm in norms), strict=True):
+        means, variances, counts_of_norms = zip(*seen, strict=True)
+        counts = torch.stack(counts_of_norms)
+        new = torch.cat([*means, *variances])
+        # The running variance is unbiased. Non-finite statistics are excluded, because they would persist forever.
+        factors = (counts / (counts - 1).clamp(min=1)).unbind()
+        spread = [factor.expand(len(mean)) for factor, mean in zip(factors, means, strict=True)]
+        new[len(new) // 2 :].mul_(torch.cat(spread))
+        old = torch.cat(running)
+        kept = torch.where(new.abs() < torch.inf, new.to(old.dtype), old)
+        torch._foreach_lerp_(running, kept.split([len(one) for one in running]), BatchNorm.momentum)
+    forget_statistics(norms)
+
+
+def forget_statistics(norms: Sequence[BatchNorm]) -> None:
+    """Discard the statistics of micro-batches that are being repeated."""
+    for norm in norms:
+        norm.seen.clear()
+
+
 class _BatchNorm(torch.autograd.Function):
-    """Batch normalisation. Running statistics are updated in the backward pass, which runs only once even with
-    recomputation."""
+    """Batch normalisation with elementary operations, for any device and with the same bits in every layout."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: BatchNorm) -> Tensor:
@@ -137,16 +168,68 @@ class _BatchNorm(torch.autograd.Function):
         both = norm.sum_over_ranks(torch.stack([to_bias, to_weight])) / count
         to_x = gradient - _along(both[0], x) - normal.mul_(_along(both[1], x))
         to_x *= _along(precise(weight) * inverse_std, x)
-        # The running variance is unbiased. Non-finite statistics are excluded, because they would persist forever.
-        unbiased = variance * (count / (count - 1).clamp(min=1))
-        for running, new in ((norm.running_mean, mean), (norm.running_variance, unbiased)):
-            running.lerp_(torch.where(new.isfinite(), new.to(running.dtype), running), norm.momentum)
+        norm.seen.append((mean, variance, count))
         return to_x.to(x.dtype), to_weight.to(weight.dtype), to_bias.to(weight.dtype), None
+
+
+class _FusedBatchNorm(torch.autograd.Function):
+    """The same with the kernels of torch's SyncBatchNorm: two per direction that read x in its own format, and one
+    exchange per direction.
+
+    SyncBatchNorm gathers the statistics of each rank. Here, ranks sum their moments, so that the exchange does not grow
+    with the number of ranks and ranks without samples are no special case. In fp64, a mean far from 0 does not cancel
+    the variance.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: BatchNorm) -> Tensor:
+        channels = x.shape[1]
+        number = x.numel() // channels
+        totals = x.new_full((2 * channels + 1,), number, dtype=torch.float64)
+        first, second, count = totals.split([channels, channels, 1])
+        if number:
+            own_mean, own_variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+            first.mul_(own_mean)
+            second.mul_(own_variance).addcmul_(first, own_mean)
+        norm.sum_over_ranks(totals)
+        mean, square = (totals[:-1] / count).chunk(2)
+        variance = square.addcmul(mean, mean, value=-1)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        rounded_mean = mean.to(wide)
+        inverse_std = (variance + norm.eps).rsqrt().to(wide)
+        ctx.norm = norm
+        ctx.seen = mean, variance, count[0]
+        ctx.save_for_backward(x, weight, rounded_mean, inverse_std)
+        if not number:
+            return torch.empty_like(x)
+        return torch.batch_norm_elemt(x, weight, bias, rounded_mean, inverse_std, norm.eps)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight, mean, inverse_std = ctx.saved_tensors
+        norm = ctx.norm
+        norm.seen.append(ctx.seen)
+        if not x.numel():
+            norm.sum_over_ranks(inverse_std.new_zeros(2 * x.shape[1]))
+            nothing = torch.zeros_like(weight)
+            return torch.empty_like(x), nothing, nothing, None
+        to_bias, to_mean, to_weight, _ = torch.batch_norm_backward_reduce(
+            gradient, x, mean, inverse_std, weight, True, True, False
+        )
+        both = norm.sum_over_ranks(torch.cat([to_bias, to_mean])).div_(ctx.seen[-1])
+        all_to_bias, all_to_mean = both.chunk(2)
+        # The kernel divides by an int32, which a large batch overflows.
+        one = torch.ones(1, dtype=torch.int32, device=x.device)
+        to_x = torch.batch_norm_backward_elemt(
+            gradient, x, mean, inverse_std, weight.to(mean.dtype), all_to_bias, all_to_mean, one
+        )
+        return to_x, to_weight, to_bias.to(weight.dtype), None
 
 
 @torch.compiler.disable
 def _normalise(x: Tensor, weight: Tensor, bias: Tensor, norm: BatchNorm) -> Tensor:
-    return _BatchNorm.apply(x, weight, bias, norm)
+    kernels = _FusedBatchNorm if KINDS[x.device.type].has_norm_kernels else _BatchNorm
+    return kernels.apply(x, weight, bias, norm)
 
 
 def _scale(x: Tensor, scale_C: Tensor, shift_C: Tensor) -> Tensor:

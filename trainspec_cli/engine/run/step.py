@@ -14,6 +14,7 @@ from trainspec_cli.engine.build.train_state import LateSum, TrainState
 from trainspec_cli.engine.comm.exchange import Peers
 from trainspec_cli.engine.data.loader import Traffic
 from trainspec_cli.engine.digest import MicroBatch
+from trainspec_cli.engine.models.layers import forget_statistics, update_statistics
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.optim.optimizer import clear_gradients, guarded_update, squared_norm
 from trainspec_cli.engine.parallel.noise import SampleParts
@@ -158,6 +159,7 @@ def compute_gradients(
     noise = state.stages.noise
     noise.begin(parts)
     scale_balance_loss(state.routers, global_tokens)
+    forget_statistics(state.norms)
     schedule = actions(layout, len(micro_batches))
     if state.sums is not None:
         state.sums.begin()
@@ -179,6 +181,7 @@ def compute_gradients(
     )
     for late in state.late_sums:
         sum_late(late)
+    update_statistics(state.norms)
     return loss / layout.tp  # all tp ranks computed the same loss
 
 

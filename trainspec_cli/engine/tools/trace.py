@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from trainspec_cli.engine.accelerators import KINDS
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.digest import MicroBatch, held_part
@@ -307,13 +308,20 @@ def axes_of_groups(state: TrainState) -> dict[str, str]:
 def kernels_of(device: str) -> Iterator[None]:
     """Trace norms as `device` computes them: with one kernel on a GPU, and with several kernels, which save more
     tensors, on a CPU."""
-    plain = F.rms_norm
-    if device != "cpu":
-        F.rms_norm = lambda x, _shape, weight=None, eps=None: _FusedNorm.apply(x, weight)  # type: ignore[assignment]
+    if device == "cpu":
+        yield
+        return
+    plain = [getattr(module, name) for module, name in STAND_INS]
+    kind = KINDS["cpu"]
+    for (module, name), stand_in in STAND_INS.items():
+        setattr(module, name, stand_in)
+    KINDS["cpu"] = replace(kind, has_norm_kernels=True)
     try:
         yield
     finally:
-        F.rms_norm = plain
+        KINDS["cpu"] = kind
+        for (module, name), function in zip(STAND_INS, plain, strict=True):
+            setattr(module, name, function)
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -331,6 +339,26 @@ class _FusedNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         x, weight, _ = ctx.saved_tensors
         return torch.add(x, dy), None if weight is None else torch.empty_like(weight)
+
+
+def _statistics_of(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    mean = x.mean(dim=[0, *range(2, x.dim())], dtype=torch.float32)
+    return mean, torch.empty_like(mean)
+
+
+def _sums_of_gradients(dy: Tensor, x: Tensor, mean: Tensor, _inverse_std: Tensor, weight: Tensor, *_: bool) -> Any:
+    torch.dot(dy.flatten(), x.flatten())
+    return torch.empty_like(mean), torch.empty_like(mean), torch.empty_like(weight), torch.empty_like(weight)
+
+
+STAND_INS: dict[tuple[Any, str], Callable[..., Any]] = {
+    (F, "rms_norm"): lambda x, _shape, weight=None, eps=None: _FusedNorm.apply(x, weight),
+    (torch, "batch_norm_update_stats"): _statistics_of,
+    (torch, "batch_norm_elemt"): lambda x, *_: x.clone(),
+    (torch, "batch_norm_backward_reduce"): _sums_of_gradients,
+    (torch, "batch_norm_backward_elemt"): lambda dy, x, *_: torch.add(x, dy),
+}
+"""Stand-ins for kernels of a GPU that have no fake version for a CPU, with the same shapes and memory traffic."""
 
 
 def traced_micro_batches(plan: Plan) -> tuple[int, ...]:

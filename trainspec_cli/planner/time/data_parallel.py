@@ -78,6 +78,12 @@ def _gradients_s(
     return passes * exchange_s + encodings * _encoding_s(group, chosen, values, setup, eff)
 
 
+def statistics_s(group: Group, channels: int, eff: Efficiency) -> float:
+    """Return the mean duration in seconds of a batch norm's exchanges in the forward (moments and their number, in
+    fp64) and in the backward (two sums, in fp32)."""
+    return (all_reduce_s(group, 8.0 * (2 * channels + 1), eff) + all_reduce_s(group, 8.0 * channels, eff)) / 2
+
+
 def _encoding_s(group: Group, chosen: WireFormat, values: float, setup: Setup, eff: Efficiency) -> float:
     if group.size <= 1:
         return 0.0

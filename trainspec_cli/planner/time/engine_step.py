@@ -27,6 +27,7 @@ from trainspec_cli.planner.hardware.cluster import (
 )
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.memory.engine.blocks import experts_kernels
+from trainspec_cli.planner.memory.engine.conv import conv_units
 from trainspec_cli.planner.memory.engine.units import Unit, block_unit, experts_unit, outside_unit, whole_experts
 from trainspec_cli.planner.pipeline import Action, Kind, actions, alike_ranks, cut_layers, ends_of_ranks_s
 from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup
@@ -46,7 +47,7 @@ from trainspec_cli.planner.time.step import (
     recompute_part_s,
     waiting_share,
 )
-from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel, Layer, TextModel, has_layer_list
+from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, Layer, TextModel, has_layer_list
 from trainspec_cli.recipe.results.plan import StepTime
 
 # Memory traffic of FSDP2's copies in bytes per parameter, for a 2-byte compute format and gradients summed in fp32.
@@ -103,6 +104,9 @@ class FsdpUnit:
     forward_waits_s: float = 0.0
     """Time of exposed exchanges inside the layer (tp, cp, ep)."""
     backward_waits_s: float = 0.0
+    before_statistics_s: float = 0.0
+    """The backward's time before the first exchange of a batch norm's statistics, if that uses the same communicator;
+    0 otherwise."""
     early_s: float = 0.0
     """Time of the backward pass, including exchanges, before the block's experts need their parameters."""
 
@@ -265,6 +269,8 @@ class RankClock:
                     lacks_root = False
                 self.now_s += unit.early_s
             for unit in reversed(block):
+                if unit.before_statistics_s:
+                    self._wait(max(self.free_s[unit.group], self.across_s) - unit.before_statistics_s)
                 self.now_s += unit.backward_s + unit.backward_waits_s
                 if exchanges:
                     self._reduce(unit, number)
@@ -329,6 +335,9 @@ class EngineStep:
         params = unit.full
         padded = unit.gathered
         own = unit.own
+        # One rank casts and copies its tensors one by one. The tensors of text models are so large that this is not
+        # counted for them.
+        more_kernels = 0 if has_layer_list(setup.model) else 2 * len(unit.matrices) - 1
         cast_s = self._moved_s(CAST_BYTES * own)
         gathered_s = gather_s(shard, self.once.rates.element_bytes * padded, setup, self.eff)
         return FsdpUnit(
@@ -337,7 +346,9 @@ class EngineStep:
             reduce_s=scatter_s(shard, reduce_bytes * padded, setup, self.eff),
             across_s=sum_s(self._inside["dp_replicate"], reduce_bytes * own, setup, self.eff),
             # One rank casts and copies its shard in place of gathering it.
-            copy_out_s=self._moved_s(COPY_OUT_BYTES * padded) if gathered_s else cast_s,
+            copy_out_s=self._moved_s(COPY_OUT_BYTES * padded)
+            if gathered_s
+            else cast_s + more_kernels * self.eff.kernel_s,
             copy_in_s=self._moved_s(COPY_IN_BYTES[0] * params + COPY_IN_BYTES[1] * padded),
             copy_sums_in_s=self._moved_s(COPY_SUMS_IN_BYTES[0] * params + COPY_SUMS_IN_BYTES[1] * padded),
             first_sum_s=self._moved_s(FIRST_SUM_BYTES * params),
@@ -359,7 +370,7 @@ class EngineStep:
         model = self.setup.model
         if not has_layer_list(model):
             whole = LayersPart.total(mixers)
-            return (self._with_work(self._unit(self._one_tensor(whole)), whole),)
+            return (self._with_work(self._unit(self._plain_unit(whole, kind)), whole),)
         layer = next(layer for number, layer in enumerate(model.layer_list) if self.once.kind_of(number) == kind)
         unit = self._unit(block_unit(model, layer, layout, self.setup.lora))
         if layout.ep == 1 or "experts" not in layer.mixers:
@@ -408,9 +419,11 @@ class EngineStep:
     def _repeated(self, part: LayersPart) -> tuple[float, float]:
         """Return the time, in seconds, of the forward work and of the exchanges that are repeated in these layers'
         backward pass."""
-        work_s = recompute_part_s(replace(part, tp=0.0, tp_again=0.0, cp=0.0, cp_again=0.0, ep=0.0), self._again)
+        work_s = recompute_part_s(
+            replace(part, tp=0.0, tp_again=0.0, cp=0.0, cp_again=0.0, ep=0.0, dp=0.0), self._again
+        )
         work_s -= self._again.full * self._again.layers * part.unrepeated
-        waits_s = part.tp + part.tp_again + part.cp + part.cp_again + part.ep
+        waits_s = part.tp + part.tp_again + part.cp + part.cp_again + part.ep + part.dp
         return work_s, (self._again.elementwise > 0) * self._again.layers * waits_s
 
     def _with_work(self, unit: FsdpUnit, part: LayersPart) -> FsdpUnit:
@@ -422,7 +435,9 @@ class EngineStep:
             forward_s=part.forward,
             backward_s=part.backward - weights_s + again_s,
             weights_s=weights_s,
-            forward_waits_s=part.tp + part.cp + part.ep,
+            # With both shards and replicas, statistics have a communicator of their own.
+            before_statistics_s=part.before_dp * (1 in (self.setup.layout.dp_shard, self.setup.layout.dp_replicate)),
+            forward_waits_s=part.tp + part.cp + part.ep + part.dp,
             backward_waits_s=again_waits_s + sum((PASSES[axis] - 1) * getattr(part, axis) for axis in PASSES),
         )
 
@@ -447,7 +462,7 @@ class EngineStep:
                 first = self.once.embedding
                 summed_s = PASSES["tp"] * first.tp
                 again_s = summed_s / 2 if layout.sequence_parallel else 0.0  # gathered in the backward pass
-                before_s = (first.forward + summed_s - again_s, first.backward + again_s)
+                before_s = (first.forward + summed_s - again_s + first.dp, first.backward + again_s + first.dp)
             if number == layout.num_stages - 1:
                 head = self.once.head
                 outside = outside.plus(head)
@@ -467,11 +482,16 @@ class EngineStep:
         model = self.setup.model
         if has_layer_list(model):
             return outside_unit(model, layout, stage == 0, stage == layout.num_stages - 1)
-        return self._one_tensor(part)
+        return self._plain_unit(part, None)
 
-    def _one_tensor(self, part: LayersPart) -> Unit:
-        """Return the parameters of a model without a list of its layers as one tensor."""
-        return Unit(((round(part.params), 1),), self.setup.group_layout.shards)
+    def _plain_unit(self, part: LayersPart, block: int | None) -> Unit:
+        """Return the parameters of a block, or those outside the blocks, of a model without a list of its layers. Only
+        convolutional networks are known by tensor."""
+        shards = self.setup.group_layout.shards
+        if not isinstance(self.setup.model, ConvModel):
+            return Unit(((round(part.params), 1),), shards)
+        blocks, outside = conv_units(self.setup.model, shards)
+        return outside if block is None else blocks[block]
 
     def _optimizer_s(self, rank: int) -> float:
         setup = self.setup
@@ -604,12 +624,13 @@ class EngineStep:
             tp_comm_s=micro * (PASSES["tp"] * part.tp + repeats * (layers.tp + layers.tp_again)),
             cp_comm_s=micro * (PASSES["cp"] * part.cp + repeats * (layers.cp + layers.cp_again)),
             ep_comm_s=micro * (PASSES["ep"] * part.ep + repeats * layers.ep),
+            dp_comm_s=micro * (PASSES["dp"] * part.dp + repeats * layers.dp),
         )
         busy = replace(
             busy,
             # The remainder consists of norms, gates, losses and FSDP2's copies.
             memory_bound_s=busy_s[slowest] - launches_s - waits_s - late_s[slowest][1] - busy.total_s,
-            dp_comm_s=waits_s + slowed_s + late_s[slowest][1] + agreement_s,
+            dp_comm_s=busy.dp_comm_s + waits_s + slowed_s + late_s[slowest][1] + agreement_s,
             bubble_s=alone_s - busy_s[slowest],
             pp_comm_s=end_s(lambda run: run.ends_s) - alone_s,
             optimizer_s=self._optimizer_s(slowest),

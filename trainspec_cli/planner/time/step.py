@@ -29,13 +29,27 @@ from trainspec_cli.planner.hardware.rates import (
     memory_bytes_per_s,
 )
 from trainspec_cli.planner.memory.engine.blocks import Shape, block_layout, mixer_kernels, ring_turn_kernels
+from trainspec_cli.planner.memory.engine.conv import conv_works
 from trainspec_cli.planner.pipeline import LayerTimes, cut_layers
 from trainspec_cli.planner.setup import UPDATE_BYTES, WIRE_BYTES, Recompute, Setup, matrix_share, newton_schulz_flops
-from trainspec_cli.planner.time.data_parallel import HOST_BYTES_PER_S, OFFLOADED_BYTES, exchanges_of, exposed_s
+from trainspec_cli.planner.time.data_parallel import (
+    HOST_BYTES_PER_S,
+    OFFLOADED_BYTES,
+    exchanges_of,
+    exposed_s,
+    statistics_s,
+)
 from trainspec_cli.planner.workload import Gemm, KernelCounts, Work, embedding_work, head_work, layer_works
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import Layer, TextModel, has_layer_list, loss_chunk_tokens, loss_group_tokens
+from trainspec_cli.recipe.keys.model import (
+    ConvModel,
+    Layer,
+    TextModel,
+    has_layer_list,
+    loss_chunk_tokens,
+    loss_group_tokens,
+)
 from trainspec_cli.recipe.results.plan import StepTime
 
 FUSED_LOSS = 1 / 3
@@ -150,14 +164,17 @@ def moved_s(moved_bytes: float, rates: Rates, eff: Efficiency) -> float:
 
 def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency, *, convolves: bool = False) -> tuple[float, float, float]:
     """Return the times in seconds of (forward, backward of the inputs, backward of the weights)."""
-    if convolves:
-        # A convolution is an implicit matrix multiplication, whose memory traffic is counted with the element-wise
-        # passes. Its patches (m x k) go through the load and store units. With few channels per group, that takes
-        # longer than multiplying.
+    if convolves or gemm.image:
+        # A convolution is an implicit matrix multiplication. Its patches (m x k) go through the load and store units.
+        # With few channels per group, that takes longer than multiplying. Without the size of its input, its memory
+        # traffic is counted with the element-wise passes.
         loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
         multiply = gemm.flops / (rates.plain_matmul * eff.conv) * loss
         load = rates.element_bytes * gemm.m * gemm.k * gemm.count / rates.load_store
         once = max(multiply, load) + eff.kernel_s
+        if gemm.image:
+            moved = gemm.image + (gemm.m + gemm.k) * gemm.n * gemm.count
+            once = max(once, moved_s(rates.element_bytes * moved, rates, eff))
         return once, once, once
     m = gemm.m
     n = gemm.n
@@ -214,6 +231,10 @@ class LayersPart:
     unrepeated: float = 0.0
     """Time of a block's last product, which full recomputation leaves out, because the backward pass does not need its
     result."""
+    dp: float = 0.0
+    """Like `tp`, for the statistics of batch norms."""
+    before_dp: float = 0.0
+    """Time of the backward pass before the first exchange of statistics."""
 
     def plus(self, other: LayersPart, times: float = 1.0) -> LayersPart:
         return LayersPart(
@@ -233,6 +254,8 @@ class LayersPart:
             self.tp_again + times * other.tp_again,
             self.cp_again + times * other.cp_again,
             self.unrepeated + times * other.unrepeated,
+            self.dp + times * other.dp,
+            self.before_dp + times * other.before_dp,
         )
 
     @classmethod
@@ -249,7 +272,7 @@ class LayersPart:
         return self.matmul_b + self.attention_b + self.memory_b
 
 
-PASSES = {"tp": 2, "cp": 3, "ep": 2}
+PASSES = {"tp": 2, "cp": 3, "ep": 2, "dp": 2}
 """Number of times that a micro-batch performs the forward pass's exchange in each layer. The backward pass repeats it
 once or, with context parallelism, twice: to gather keys and values again and to reduce their gradients. For trainspec's
 engine, `LayersPart` has the mean duration of these exchanges."""
@@ -330,6 +353,8 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         tp=tp,
         cp=cp,
         ep=ep,
+        dp=sum(statistics_s(groups["dp"], channels, eff) for channels in work.normed),
+        before_dp=kernels_s(work.before_statistics or {}, rates, eff),
         params=work.params,
         expert_params=work.expert_params,
         tp_again=tp_again,
@@ -459,14 +484,15 @@ def recompute_part_s(part: LayersPart, again: Recompute) -> float:
     matmuls."""
     work = again.matmul * part.matmul_f + again.attention * part.attention_f + again.elementwise * part.memory_f
     if again.full:
-        work += part.tp + part.tp_again + part.cp + part.cp_again + part.ep
+        work += part.tp + part.tp_again + part.cp + part.cp_again + part.ep + part.dp
     return again.layers * work
 
 
 def own_work_s(part: LayersPart) -> float:
     """Return the time of one micro-batch in seconds, forward and backward, without recomputation."""
     work_s = part.forward + part.backward
-    return work_s + PASSES["tp"] * part.tp + PASSES["cp"] * part.cp + PASSES["ep"] * part.ep
+    exchanges_s: float = sum(passes * getattr(part, axis) for axis, passes in PASSES.items())
+    return work_s + exchanges_s
 
 
 def layer_s(part: LayersPart, again: Recompute) -> float:
@@ -536,6 +562,12 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     model = setup.model
     rates = rates_of(setup.fabric.chip, setup.matmul, setup.compute, eff)
     layers = layer_works(model, setup.tokens, setup.seq_len, layout)
+    embedding_works: Sequence[Work | None] = [embedding_work(model, setup.tokens, layout)]
+    head_works: Sequence[Work | None] = [head_work(model, setup.tokens, layout)]
+    if isinstance(model, ConvModel) and runs_eagerly(setup):
+        layers, embedding_works, head_works = conv_works(
+            model, max(1, round(setup.micro_batch_size)), rates.element_bytes
+        )
     # `layer_works` has one object per kind of layer, so 100 identical layers are timed only once.
     kinds = dict(zip(map(id, layers), layers, strict=True))
     if setup.software.counted and not (setup.software.fused_kernels or setup.lora.rank) and has_layer_list(model):
@@ -545,12 +577,14 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     parts = list(map(LayersPart.total, mixers))
     places = {kind: place for place, kind in enumerate(kinds)}
     order = list(map(places.__getitem__, map(id, layers)))
-    works = [embedding_work(model, setup.tokens, layout), head_work(model, setup.tokens, layout)]
-    if setup.software.counted:
-        # The embedding is summed only in the forward pass, and the gradient of the head's input only in the backward
-        # pass. The fitted factors of other frameworks include both in the head.
-        works = [work and replace(work, tp_exchanges=0.5) for work in works]
-    embedding, head = (part_of(work, setup, rates, groups, eff) for work in works)
+    ends = []
+    for works in (embedding_works, head_works):
+        if setup.software.counted:
+            # The embedding is summed only in the forward pass, and the gradient of the head's input only in the
+            # backward pass. The fitted factors of other frameworks include both in the head.
+            works = [work and replace(work, tp_exchanges=0.5) for work in works]
+        ends.append(LayersPart.total(part_of(work, setup, rates, groups, eff) for work in works))
+    embedding, head = ends
     if setup.software.counted and setup.trainable >= 1.0 and model.unit == "tokens":
         head = replace(head, memory_b=head.memory_b + head_gradient_s(setup, rates, eff))
     once = MicroBatch.of(parts, order, embedding, head, rates, mixers)
@@ -649,7 +683,7 @@ def step_of_rank(timed: TimedRank, setup: Setup, rates: Rates, groups: dict[str,
         pp_comm_s=sends,
         bubble_s=timed.bubble_s,
         optimizer_s=optimizer_s(part, setup, rates, groups, eff),
-        dp_comm_s=data_parallel_s(part, setup, groups, eff),
+        dp_comm_s=micro * PASSES["dp"] * part.dp + data_parallel_s(part, setup, groups, eff),
         host_s=micro * host_wait_s(part, timed.time_s, setup, eff) + between,
     )
     # Devices wait for the slowest one when they synchronise. Host time between steps does not add to that wait.

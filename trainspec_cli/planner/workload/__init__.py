@@ -31,6 +31,9 @@ class Gemm:
     """True if it uses the linear layers' format (fp8, ...). The router, the head and frozen parts stay in bf16."""
     precise: bool = False
     """True if it runs in fp32, whatever the compute format is."""
+    image: float = 0.0
+    """Number of elements in the input of a convolution, whose m x k patches overlap; 0 for a matrix multiplication, or
+    if the input's memory traffic is counted elsewhere."""
 
     @property
     def flops(self) -> float:
@@ -76,7 +79,7 @@ class Work:
     """Its other operations (forward, backward), counted from its code; None: not counted."""
     tensor_bytes: float = 1e9
     """Size of one activation passed between kernels, which determines whether it stays in the cache."""
-    kernels: int = 0
+    kernels: float = 0
     """Number of kernels that an eager framework launches in the forward pass."""
     serial_kernels: int = 0
     """Number of small kernels that run one after another at any batch size, so that only their latency counts."""
@@ -122,6 +125,10 @@ class Work:
 
     convolves: bool = False
     """True if its matrix multiplications are convolutions, whose kernels reach different rates."""
+    normed: tuple[int, ...] = ()
+    """Channels of each batch norm, whose statistics trainspec's engine sums over the data-parallel ranks."""
+    before_statistics: KernelCounts | None = None
+    """Kernels of the backward before the first of these sums, if there is one."""
 
     @property
     def flops(self) -> float:

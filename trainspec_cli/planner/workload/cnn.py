@@ -34,8 +34,14 @@ class Conv:
         return self.params + self.out_channels * (2 if self.normed else 1)
 
     @property
+    def multiplied(self) -> float:
+        """Return the number of positions at which the weights are applied: outputs or, in a transposed convolution,
+        inputs, of which there are fewer."""
+        return min(self.positions, self.in_positions or self.positions)
+
+    @property
     def flops(self) -> float:
-        return 2.0 * self.positions * self.params
+        return 2.0 * self.multiplied * self.params
 
 
 def bottleneck(positions: float, channels_in: int, width: int, stride: int, groups: int, expansion: int) -> list[Conv]:
@@ -132,7 +138,7 @@ def unet(model: ConvModel) -> list[Conv]:
     for level in reversed(range(len(model.widths))):
         width = model.widths[level]
         here = positions / half**level
-        convs += [Conv(here, channels, width, half, normed=False)]
+        convs += [Conv(here, channels, width, half, in_positions=here / half, normed=False)]
         convs += [Conv(here, 2 * width, width, taps), Conv(here, width, width, taps)]
         channels = width
     return [*convs, Conv(positions, channels, model.num_classes, 1, normed=False)]
@@ -174,7 +180,7 @@ def layer_works(model: ConvModel, samples: float, _seq_len: int, _layout: Layout
     for conv in convolutions(model):
         out = samples * conv.positions * conv.out_channels
         gemm = Gemm(
-            samples * conv.positions,
+            samples * conv.multiplied,
             conv.out_channels / conv.groups,
             conv.in_channels / conv.groups * conv.taps,
             conv.groups,

@@ -5,8 +5,9 @@ The workspace of convolution kernels depends on the library and is not counted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -22,10 +23,18 @@ from trainspec_cli.planner.memory.engine.step import (
     Sharded,
     Sharding,
 )
-from trainspec_cli.planner.memory.engine.tape import INDEX, PRECISE, Tape, Value
+from trainspec_cli.planner.memory.engine.tape import INDEX, PRECISE, Kernels, Tape, Value
 from trainspec_cli.planner.memory.engine.units import Matrix, Unit, state_bytes, update_bytes
+from trainspec_cli.planner.workload import Gemm, Layers, Work
 from trainspec_cli.recipe.keys.model import STEM_CHANNELS, ConvModel
 from trainspec_cli.recipe.keys.run import Recompute
+
+STATISTICS_KERNELS = (10, 3)
+"""Kernels of an accelerator's batch norm that access only its statistics (`engine/models/layers.py`), without casts."""
+SAMPLE_KERNELS = (14, 14)
+"""Kernels of a segmentation's loss with one value per sample or class."""
+UPDATE_KERNELS = 13
+"""Kernels that update the running statistics of all norms with those of a micro-batch."""
 
 
 class ConvTape(Tape):
@@ -34,29 +43,48 @@ class ConvTape(Tape):
     def __init__(self, width: float):
         super().__init__(width)
         self.matrices: list[Matrix] = []
+        self.products: list[Gemm] = []
+        self.normed: list[int] = []
+        """Channels of each batch norm."""
 
     def parameter(self, rows: int, row: int = 1) -> Value:
         self.matrices.append((rows, row))
         return self.leaf(rows * row)
 
-    def conv(self, x: Value, weight: Value, elements: float, bias: int = 0) -> Value:
-        inputs = (x, weight, self.parameter(bias)) if bias else (x, weight)
-        return self.apply(inputs, elements, saved=(x,), costly=True)
+    def conv(self, x: Value, weight: Matrix, elements: float, groups: int = 1, *, has_bias: bool = False) -> Value:
+        """Record a convolution with as many outputs as `weight` has rows."""
+        rows, row = weight
+        self.products.append(Gemm(elements / rows, rows / groups, row, groups, wide=False, image=x.elements))
+        return self._convolved(x, weight, elements, rows * has_bias)
+
+    def widen(self, x: Value, weight: Matrix, elements: float, channels: int) -> Value:
+        """Record a transposed convolution with a bias and as many inputs as `weight` has rows."""
+        rows, row = weight
+        self.products.append(Gemm(x.elements / rows, row, rows, wide=False, image=x.elements))
+        return self._convolved(x, weight, elements, channels)
+
+    def _convolved(self, x: Value, weight: Matrix, elements: float, bias: int) -> Value:
+        inputs = [x, self.parameter(*weight), *([self.parameter(bias)] if bias else [])]
+        sums_gradient = [elements * self.width] if bias else []
+        return self.apply(inputs, elements, saved=(x,), costly=True, kernels=((), sums_gradient))
 
     def relu(self, x: Value) -> Value:
         return self.apply((x,), x.elements, saves_output=True)
 
     def batch_norm(self, x: Value, channels: int) -> Value:
-        """Record a batch norm. Statistics are in fp32: narrower inputs are copied, and so is the gradient in the
-        backward pass."""
-        size, narrow = x.elements * PRECISE, x.width < PRECISE
-        forward = 2 * size - x.elements * x.width if narrow else 0.0
-        backward = 4 * size - x.elements * x.width if narrow else 2 * size
-        inputs = (x, self.parameter(channels), self.parameter(channels))
-        return self.apply(inputs, x.elements, saved=(x,), scratch=(forward, backward))
+        """Record a batch norm: two kernels per direction that access `x`, and others for its statistics."""
+        self.normed.append(channels)
+        casts = 2 * (x.width < PRECISE)
+        forward = (x.size, 2 * x.size, *(0.0,) * STATISTICS_KERNELS[0])
+        backward = (2 * x.size, 3 * x.size, *(0.0,) * (STATISTICS_KERNELS[1] + casts))
+        return self._normed(x, channels, (forward, backward))
 
     def group_norm(self, x: Value, channels: int) -> Value:
-        return self.apply((x, self.parameter(channels), self.parameter(channels)), x.elements, saved=(x,))
+        return self._normed(x, channels, ((2 * x.size,), (3 * x.size,)))
+
+    def _normed(self, x: Value, channels: int, kernels: tuple[Kernels, Kernels]) -> Value:
+        inputs = (x, self.parameter(channels), self.parameter(channels))
+        return self.apply(inputs, x.elements, saved=(x,), kernels=kernels)
 
 
 @dataclass(frozen=True)
@@ -104,6 +132,14 @@ def network(model: ConvModel, samples: int) -> ConvParts:
     return _unet(model, samples) if model.segments else _resnet(model, samples)
 
 
+@lru_cache(maxsize=64)
+def conv_units(model: ConvModel, shards: int) -> tuple[tuple[Unit, ...], Unit]:
+    """Return the parameters of each block, and those outside the blocks."""
+    net = network(model, samples=1)
+    outside = [part.unit.matrices for part in (net.stem, net.head) if part]
+    return tuple(Unit(block.unit.matrices, shards) for block in net.blocks), Unit(sum(outside, ()), shards)
+
+
 # ResNet
 
 
@@ -123,11 +159,13 @@ def _resnet(model: ConvModel, samples: int) -> ConvParts:
 def _stem(tape: ConvTape, images: Value, model: ConvModel, pixels: float) -> Value:
     x = tape.relu(conv_norm(tape, images, STEM_CHANNELS, pixels, model.in_channels * 49))
     pooled = x.elements / 4
-    return tape.apply((x,), pooled, saved=(x, tape.new(pooled, INDEX)))
+    chosen = tape.new(pooled, INDEX)
+    forward = x.size + pooled * tape.width + chosen.size
+    return tape.apply((x,), pooled, saved=(x, chosen), kernels=((forward,), (forward + x.size,)))
 
 
-def conv_norm(tape: ConvTape, x: Value, channels: int, pixels: float, fan_in: int) -> Value:
-    return tape.batch_norm(tape.conv(x, tape.parameter(channels, fan_in), pixels * channels), channels)
+def conv_norm(tape: ConvTape, x: Value, channels: int, pixels: float, fan_in: int, groups: int = 1) -> Value:
+    return tape.batch_norm(tape.conv(x, (channels, fan_in), pixels * channels, groups), channels)
 
 
 @dataclass(frozen=True)
@@ -148,7 +186,8 @@ class BottleneckSizes:
         return tape.relu(tape.add(conv_norm(tape, mixed, out, self.pixels_out, width), self.shortcut(tape, x, out)))
 
     def mixed(self, tape: ConvTape, narrow: Value) -> Value:
-        return tape.relu(conv_norm(tape, narrow, self.width, self.pixels_out, self.width * 9 // self.model.groups))
+        groups = self.model.groups
+        return tape.relu(conv_norm(tape, narrow, self.width, self.pixels_out, self.width * 9 // groups, groups))
 
     def shortcut(self, tape: ConvTape, x: Value, channels: int) -> Value:
         if self.stride == 1 and self.channels_in == channels:
@@ -159,8 +198,12 @@ class BottleneckSizes:
 def _classify(tape: ConvTape, x: Value, channels: int, samples: int, classes: int) -> Value:
     pooled = tape.apply((x,), samples * channels)
     logits = tape.linear(pooled, tape.parameter(classes, channels), samples * classes)
+    tape.products.append(Gemm(samples, classes, channels, wide=False))
     tape.parameter(classes)
-    return tape.apply((tape.cast(logits, PRECISE),), 1, saves_output=True)
+    logits = tape.cast(logits, PRECISE)
+    # Softmax and its logarithm, then the loss. The backward begins with the loss's gradient, and sums that of the bias.
+    kernels = ((2 * logits.size, logits.size), (0.0, logits.size, 3 * logits.size, logits.size))
+    return tape.apply((logits,), 1, saves_output=True, kernels=kernels)
 
 
 # U-Net
@@ -197,7 +240,7 @@ def pair(tape: ConvTape, x: Value, channels_in: int, channels: int, dims: int, v
 
 
 def conv_norm_relu(tape: ConvTape, x: Value, channels_in: int, channels: int, dims: int, voxels: float) -> Value:
-    weight = tape.parameter(channels, channels_in * 3**dims)
+    weight = (channels, channels_in * 3**dims)
     return tape.relu(tape.group_norm(tape.conv(x, weight, voxels * channels), channels))
 
 
@@ -206,8 +249,7 @@ def _up(below: int, width: int, dims: int, voxels: float, beside: int) -> ConvPa
 
     def forward(tape: ConvTape, entering: Sequence[Value]) -> Value:
         x, held = entering
-        weight = tape.parameter(below, width * 2**dims)
-        joined = tape.cat(tape.conv(x, weight, above * width, bias=width), held)
+        joined = tape.cat(tape.widen(x, (below, width * 2**dims), above * width, width), held)
         return pair(tape, joined, 2 * width, width, dims, above)
 
     return ConvPart(forward, (voxels * below, above * width), beside)
@@ -215,22 +257,77 @@ def _up(below: int, width: int, dims: int, voxels: float, beside: int) -> ConvPa
 
 def _segment(tape: ConvTape, x: Value, channels: int, voxels: float, classes: int) -> Value:
     """Record cross-entropy and soft Dice in fp32."""
-    logits = tape.conv(x, tape.parameter(classes, channels), voxels * classes, bias=classes)
+    logits = tape.conv(x, (classes, channels), voxels * classes, has_bias=True)
     logits = tape.cast(logits, PRECISE)
     entropy = tape.apply((logits,), logits.elements, saves_output=True, width=PRECISE)
-    entropy = tape.apply((entropy,), voxels, width=PRECISE)
+    labels_bytes = INDEX * voxels
+    losses_bytes = PRECISE * voxels
+    picked_bytes = logits.size + labels_bytes + losses_bytes
+    kernels = ((picked_bytes, losses_bytes), (picked_bytes + logits.size, losses_bytes))
+    entropy = tape.apply((entropy,), voxels, width=PRECISE, kernels=kernels)
     chosen = tape.apply((logits,), logits.elements, saves_output=True, width=PRECISE)
     wanted, seen = dice_targets(tape, voxels, classes), chosen.elements * (classes - 1) / classes
-    common = tape.apply((tape.part(chosen, seen),), seen, saved=(wanted,), width=PRECISE)
-    return tape.apply((common, entropy), 1)
+    seen_bytes = PRECISE * seen
+    # The product of probabilities and targets, and the sums of all three.
+    combining = ((3 * seen_bytes, *3 * (seen_bytes,)), (2 * seen_bytes, 2 * seen_bytes))
+    common = tape.apply((tape.part(chosen, seen),), seen, saved=(wanted,), width=PRECISE, kernels=combining)
+    small = ((0.0,) * SAMPLE_KERNELS[0], (0.0,) * SAMPLE_KERNELS[1])
+    return tape.apply((common, entropy), 1, kernels=small)
 
 
 def dice_targets(tape: Tape, voxels: float, classes: int) -> Value:
     """Return the one-hot classes of each voxel, which are created from indices."""
     indices = tape.new(voxels * classes, INDEX)
     wanted = tape.new(voxels * (classes - 1), PRECISE)
+    tape.move(indices.size, 3 * INDEX * voxels, (INDEX + PRECISE) * wanted.elements)  # zeros, ones, a cast
     del indices
     return wanted
+
+
+# The work of a micro-batch, counted by operation
+
+
+@lru_cache(maxsize=64)
+def conv_works(model: ConvModel, samples: int, width: float) -> tuple[Layers, tuple[Work, ...], tuple[Work, ...]]:
+    """Return the work of each block, of what comes before the blocks, and of what comes after them.
+    `width`: bytes per element in the compute format."""
+    net = network(model, samples)
+    layers = tuple(_works_of(block, width) for block in net.blocks)
+    last = _works_of(net.head, width)
+    if net.stem is None:
+        return layers, (), last
+    updates = Work(counted_kernels=({0.0: UPDATE_KERNELS}, {}), kernels=UPDATE_KERNELS / 3)
+    return layers, _works_of(net.stem, width), (*last, updates)
+
+
+def _works_of(part: ConvPart, width: float) -> tuple[Work, ...]:
+    tape = ConvTape(width)
+    y = part.forward(tape, part.sources(tape))
+    assert y.node is not None
+    tape.backward(y.node, tape.new(y.elements))
+    forward, in_backward = tape.kernels
+    if part.beside is not None:  # the gradient of the skip connection is added to another one
+        in_backward.append(3 * width * part.entering[1])
+
+    def stated(kernels: Kernels) -> Counter[float]:
+        """Return the number of kernels by traffic, which a work states for 2 bytes per element."""
+        return Counter(2.0 / width * size for size in kernels)
+
+    first, *others = tape.products
+    launches = len(forward) + len(in_backward) + 2 * len(tape.products)
+    work = Work(
+        gemms=(first, *others),
+        counted_kernels=(stated(forward), stated(in_backward)),
+        kernels=launches / 3,
+        params=sum(rows * row for rows, row in tape.matrices),
+        normed=tuple(tape.normed),
+        # A norm's first kernel of the backward precedes its sum; its second one and those of its statistics follow.
+        before_statistics=stated(in_backward[: in_backward.index(0.0) - 1]) if tape.normed else None,
+    )
+    if not part.is_first:
+        return (work,)
+    # The input is data, which needs no gradient.
+    return Work(gemms=(first,), leaf=True), replace(work, gemms=tuple(others))
 
 
 # Replay a step of a convolutional network: its parts one after another, forward and backward.
@@ -260,13 +357,12 @@ class _ConvReplay:
         net = network(self.model, run.samples)
         self.stem = _profiled(net.stem, self.width, "none") if net.stem else None
         self.head = _profiled(net.head, self.width, "none")
-        self.blocks = [self._block(part) for part in net.blocks]
-        outside = [part.unit.matrices for part in (net.stem, net.head) if part]
-        self.outside = Sharded(Unit(sum(outside, ()), run.layout.dp_shard))
-
-    def _block(self, part: ConvPart) -> _ConvBlock:
-        unit = Unit(part.unit.matrices, self.given.layout.dp_shard)
-        return _ConvBlock(part, _profiled(part, self.width, self.given.recompute), Sharded(unit))
+        units, outside = conv_units(self.model, run.layout.dp_shard)
+        self.blocks = [
+            _ConvBlock(part, _profiled(part, self.width, run.recompute), Sharded(unit))
+            for part, unit in zip(net.blocks, units, strict=True)
+        ]
+        self.outside = Sharded(outside)
 
     def run(self) -> PeakMemory:
         self._hold_state()

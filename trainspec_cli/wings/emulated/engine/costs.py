@@ -1,5 +1,5 @@
 """Virtual time: the duration of an operation or exchange on a chip, from the planner's rates for the chip and its
-links. For matmuls, the planner gives the time for their dimensions; for attention and convolutions, the time for their
+links. For matmuls and convolutions, the planner gives the time for their dimensions; for attention, the time for its
 FLOPs. Any other operation takes the time to read and write its bytes at the chip's memory bandwidth."""
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from trainspec_cli.core.environment_names import EMULATED
 from trainspec_cli.core.errors import Problem, RecipeError
@@ -31,7 +30,7 @@ from trainspec_cli.planner.hardware.cluster import (
     usual_gbit,
 )
 from trainspec_cli.planner.hardware.rates import Efficiency, build_accelerator, load_group, peak_flops_per_s
-from trainspec_cli.planner.time.step import Rates, moved_s, product_s, rates_of
+from trainspec_cli.planner.time.step import Rates, gemm_s, moved_s, product_s, rates_of
 from trainspec_cli.planner.workload import Gemm
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.wings.emulated import DeviceDisturbance, Settings
@@ -46,6 +45,8 @@ ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": (0, 4), ATTENTION_BA
 `is_causal`."""
 BACKWARD_FLOPS = 2.5
 """Ratio of the FLOPs of attention's backward pass to those of its forward pass (FlashAttention-2, arXiv:2307.08691)."""
+CONVOLUTIONS = {"convolution": 0, "convolution_backward": 1}
+"""Convolutions -> the index of their input in their arguments, which is followed by the weight."""
 LOOKUPS = ("embedding", "index", "index_select", "gather")
 """Operations that read only the rows of their first tensor that they return."""
 SCATTERS = ("index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
@@ -134,19 +135,17 @@ class ChipCosts:
             else:
                 arithmetic_s = flops / (older * rates.plain_matmul * self.eff.attention_forward)
             return arithmetic_s + softmax_s + self.eff.kernel_s
-        traffic_s = self.memory_s(traffic_bytes(op, args, kwargs, result))
-        if op.overloadpacket in flop_registry:
-            if name == "convolution_backward":
-                # torch's own count ignores groups in the gradient of the weights. Either gradient takes as many FLOPs
-                # as the forward.
-                gradient, given, weight = (one.shape for one in args[:3])
-                flops = sum(args[10][:2]) * conv_flop_count(given, weight, gradient, transposed=args[7])
-            else:
-                flops = flop_registry[op.overloadpacket](*args, **kwargs, out_val=result)
-            dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            arithmetic_s = flops / (self.rates(dtype).plain_matmul * self.eff.conv) + self.eff.kernel_s
-            return max(arithmetic_s, traffic_s)
-        return traffic_s
+        if name in CONVOLUTIONS:
+            image, weight = args[CONVOLUTIONS[name] : CONVOLUTIONS[name] + 2]
+            is_transposed, _, groups = args[CONVOLUTIONS[name] + 6 : CONVOLUTIONS[name] + 9]
+            outputs = result if name == "convolution" else args[0]
+            gemm = convolution_gemm(image, weight, outputs, groups, is_transposed=is_transposed)
+            once_s, *_ = gemm_s(gemm, self.rates(image.dtype), self.eff)
+            if name == "convolution":
+                return once_s
+            *products, sums_gradient = args[-1]
+            return sum(products) * once_s + sums_gradient * self.memory_s(nbytes_of(outputs))
+        return self.memory_s(traffic_bytes(op, args, kwargs, result))
 
     def exchange_s(self, kind: str, ranks: Sequence[int], nbytes: float) -> float:
         """Return the time of an exchange among these global ranks; `nbytes` is the most that any rank sends or
@@ -223,6 +222,16 @@ class ChipCosts:
         if jitter:
             seconds *= random.Random(name).lognormvariate(0.0, jitter)
         return seconds
+
+
+def convolution_gemm(image: Tensor, weight: Tensor, outputs: Tensor, groups: int, *, is_transposed: bool) -> Gemm:
+    """Return the implicit matrix multiplication of a convolution, which applies the weights at each position of its
+    outputs or, if it is transposed, of its inputs."""
+    rows = weight.shape[0]
+    row = math.prod(weight.shape[1:])
+    if is_transposed:
+        return Gemm(image.numel() / rows, row, rows / groups, groups, wide=False, image=image.numel())
+    return Gemm(outputs.numel() / rows, rows / groups, row, groups, wide=False, image=image.numel())
 
 
 def format_of(dtype: torch.dtype) -> str:

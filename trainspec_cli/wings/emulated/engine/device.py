@@ -28,6 +28,7 @@ from trainspec_cli.core.environment_names import EMULATED
 from trainspec_cli.core.printable import GIB, format_bytes
 from trainspec_cli.engine.accelerators import DeviceKind
 from trainspec_cli.wings.emulated import KIND, read_settings
+from trainspec_cli.wings.emulated.engine import norms
 from trainspec_cli.wings.emulated.engine.allocation_log import note_forward
 from trainspec_cli.wings.emulated.engine.costs import TIME, nbytes_of
 from trainspec_cli.wings.emulated.engine.exchanges import run_exchange, run_functional, wait_for
@@ -699,7 +700,7 @@ _libraries: list[torch.library.Library] = []
 
 class EmulatedDevice:
     name = KIND
-    kind = DeviceKind("gloo", is_profiled=False, compiles=False)
+    kind = DeviceKind("gloo", is_profiled=False, compiles=False, has_norm_kernels=True)
 
     def register(self) -> None:
         """Register the device in this process, which cannot be undone. `TRAINSPEC_EMULATED` contains its settings."""
@@ -724,6 +725,7 @@ class EmulatedDevice:
             aten.impl(  # type: ignore[no-untyped-call]
                 name, _runner(getattr(getattr(torch.ops.aten, packet), overload or "default")), "PrivateUse1"
             )
+        norms.register(aten)
         _libraries.extend((every, aten))
         _replace_in_torch(module)
         SCHEDULER.start_order(settings.order)
