@@ -217,7 +217,7 @@ def test_memory_that_runs_out_elsewhere_is_told_too(start: Start) -> None:
 
 
 def test_statistics_of_a_step_that_was_not_made_are_not_saved(tmp_path: Path) -> None:
-    """Batch norm's running statistics change in each micro-batch's backward."""
+    """Batch norm's running statistics of a step are adopted at its end, so a failed step leaves none behind."""
     spec = RunSpec(
         model=ConvModel(architecture="resnet", input_size=(8, 8), widths=(8,), blocks=(1,), num_classes=2),
         data=replace(SPEC.data, seq_len=1, source="phantom"),
@@ -246,10 +246,12 @@ def test_statistics_of_a_step_that_was_not_made_are_not_saved(tmp_path: Path) ->
     with pytest.raises(OutOfMemory):
         trainer.train()
     trainer.watch.close()
-    assert any(not torch.equal(now, then) for now, then in zip(statistics(state), after_first, strict=True))
-    load_newest(run_dir, state.held, CPU)
-    for now, then in zip(statistics(state), after_first, strict=True):
-        assert torch.equal(now, then)
+    assert after_first and any(buffer.any() for buffer in after_first)
+    for is_loaded in (False, True):
+        if is_loaded:
+            load_newest(run_dir, state.held, CPU)
+        for now, then in zip(statistics(state), after_first, strict=True):
+            assert torch.equal(now, then)
 
 
 def statistics(state: TrainState) -> list[Tensor]:

@@ -708,7 +708,8 @@ def conv(tape: Tape, x: Value, rows: float, seq_len: int) -> Value:
     padded = tape.copy(x, x.elements * (1 + (CONV_TAPS - 1) / seq_len))
     weights = tape.leaf(rows * CONV_TAPS), tape.leaf(rows)
     # So few taps per channel take less time than the memory traffic.
-    kernels = ((padded.size + x.size,), (2 * padded.size + x.size,))
+    once = padded.size + x.size
+    kernels = ((once,), (once, once, x.size))  # the gradients of the input, the weights and the bias
     return tape.apply((padded, *weights), x.elements, saved=(padded,), costly=True, kernels=kernels)
 
 
