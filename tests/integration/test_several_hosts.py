@@ -80,7 +80,8 @@ def test_two_hosts_train_stop_and_resume(start_hosts, tmp_path):
 def test_a_host_that_dies_ends_the_run_within_its_deadline_and_is_named(start_hosts, tmp_path):
     """Its processes are stopped, so that its connections stay open: it is as if it was switched off."""
     run = RunDir(tmp_path / "run")
-    hosts = start_hosts("launch", *SMALL, "train.max_steps=100000", "run.node_timeout_s=5", "run.preflight=false")
+    ends = ("resilience.after_node_loss=end", "run.node_timeout_s=5", "run.preflight=false")
+    hosts = start_hosts("launch", *SMALL, "train.max_steps=100000", *ends)
     wait_for_step(run, 5, hosts[0])
     family = [psutil.Process(hosts[1].pid), *psutil.Process(hosts[1].pid).children(recursive=True)]
     for process in family:
@@ -203,6 +204,68 @@ def test_hosts_need_a_folder_that_they_share(trainspec):
     refused = trainspec("launch", *SMALL, "--nnodes", "2", "--rdzv-endpoint", "localhost:29500")
     assert refused.returncode == 2
     assert "`run.dir` is auto, so each node would create a separate folder" in refused.stderr
+
+
+THREE = (
+    *("recipe=tiny", "cluster.devices_per_node=1", "data.seq_len=16", "batching.global_batch_size=6"),
+    *("precision.compute=fp32", "run.preflight=false", "optim.schedule.kind=constant", "checkpoint.interval_steps=5"),
+)
+
+
+def switch_off(host) -> None:
+    """Kill all processes of a host at once."""
+    family = [psutil.Process(host.pid), *psutil.Process(host.pid).children(recursive=True)]
+    for process in family:
+        process.suspend()
+    for process in family:
+        process.kill()
+    host.wait()
+
+
+def worlds(run: RunDir) -> list[int]:
+    return [event["world_size"] for event in run_events(run, "start")]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_host_that_died_and_with_it_again(start_hosts, trainspec, tmp_path):
+    """Three hosts, then two, then three: the losses are those of a run on one host, each sample used once."""
+    run = RunDir(tmp_path / "run")
+    hosts = start_hosts("launch", *THREE, ENDLESS, nnodes=3)
+    wait_for_step(run, 7, hosts[0])
+    switch_off(hosts[2])
+    wait_for(lambda: worlds(run) == [3, 2], hosts[0])
+    wait_for_step(run, run_events(run, "start")[-1]["step"] + 30, hosts[0])
+    (again,) = start_hosts("launch", *THREE, ENDLESS, nnodes=3, nodes=(2,))
+    wait_for(lambda: worlds(run) == [3, 2, 3], hosts[0])
+    wait_for_step(run, run_events(run, "start")[-1]["step"] + 3, hosts[0])
+    hosts[0].send_signal(signal.SIGINT)
+    said = [host.communicate()[0] for host in (hosts[0], hosts[1], again)]
+    assert [host.returncode for host in (hosts[0], hosts[1], again)] == [6, 6, 6], said
+    lost, back = nodes_told(run)
+    assert [(one["reason"], one["node"], one["num_nodes"]) for one in (lost, back)] == [
+        ("lost", 2, 2),
+        ("returned", 2, 3),
+    ]
+    last = max(steps_of(run))
+    alone = trainspec("launch", *THREE, f"train.max_steps={last}", "run.dir=alone")
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    assert losses(run) == pytest.approx(losses(RunDir(tmp_path / "alone")), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_spare_host_takes_the_place_of_one_that_died(start_hosts, tmp_path):
+    run = RunDir(tmp_path / "run")
+    spare = "cluster.reliability.spare_nodes=1"
+    hosts = start_hosts("launch", *THREE, spare, ENDLESS, nnodes=2, nodes=range(3))
+    wait_for_step(run, 7, hosts[0])
+    switch_off(hosts[1])
+    wait_for(lambda: worlds(run) == [2, 2], hosts[0])
+    wait_for_step(run, run_events(run, "start")[-1]["step"] + 3, hosts[0])
+    hosts[0].send_signal(signal.SIGINT)
+    said = [host.communicate()[0] for host in (hosts[0], hosts[2])]
+    assert [host.returncode for host in (hosts[0], hosts[2])] == [6, 6], said
+    (lost,) = nodes_told(run)
+    assert (lost["reason"], lost["node"], lost["spare"], lost["num_nodes"]) == ("lost", 1, 2, 2)
 
 
 @pytest.mark.slow

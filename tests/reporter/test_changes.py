@@ -83,6 +83,9 @@ def test_a_node_that_is_left_out() -> None:
     spare, restart = replace(LEFT_OUT, spare=4), "takes 1.4 s (the restart took 31.0 s)"
     shown = f"step 120: node 3 is dropped, node 4 takes its place: {pace}, {restart}"
     assert describe_left_out(spare, LEFT_OUT_ACHIEVED).line == shown
+    lost = replace(LEFT_OUT, reason="lost", spare=4, pace=ABSENT, before_s=ABSENT, expected_s=ABSENT)
+    assert describe_left_out(lost).line.startswith("step 120: node 3 was lost, node 4 takes its place: 3 nodes")
+    assert "again" in describe_left_out(replace(lost, reason="returned")).line
     advice = describe_left_out(replace(LEFT_OUT, applied=False)).line
     assert advice == f"step 120: advice: scheduler=auto would drop node 3: {pace}"
 

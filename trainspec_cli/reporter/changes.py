@@ -157,8 +157,11 @@ def describe_memory(event: MemoryEvent) -> RunChange:
 
 def describe_left_out(event: NodesEvent, achieved: NodesAchievedEvent | None = None) -> RunChange:
     """`step 120: node 3 is dropped: its ranks compute for 4.1 times as long as usual; a step took 2.1 s and is expected
-    to take 1.3 s`, followed by the result."""
+    to take 1.3 s`, followed by the result; `step 120: node 3 was lost: the run continues on 2 nodes`."""
     spare = f", node {event.spare} takes its place" if isinstance(event.spare, int) else ""
+    if isinstance(event.pace, Absent) or isinstance(event.before_s, Absent) or isinstance(event.expected_s, Absent):
+        what = f"node {event.node} was lost{spare}" if event.reason == "lost" else f"node {event.node} takes part again"
+        return RunChange(event.step, what, f"{event.num_nodes} nodes from here on, {_axes(event.layout)}")
     if event.applied:
         what = f"node {event.node} is dropped{spare}"
     else:

@@ -19,7 +19,7 @@ from trainspec_cli.run.backend.nodes.backend import Reach
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
-from trainspec_cli.run.job.folder import write_fewer_nodes
+from trainspec_cli.run.job.folder import write_other_nodes
 from trainspec_cli.run.notify import NOBODY
 from trainspec_cli.run.recovery.memory import with_reliefs
 from trainspec_cli.run.slurm.queue import note_job
@@ -262,7 +262,7 @@ def test_a_run_that_left_a_node_out_goes_on_with_all_of_them(make_run: MakeRun, 
     run = make_run("cluster.num_nodes=2")
     whole = read_plan(run)
     for nodes in (1, 1):
-        write_fewer_nodes(run, replace(whole, num_nodes=nodes))
+        write_other_nodes(run, replace(whole, num_nodes=nodes))
     assert read_plan(run).num_nodes == 1
     session = prepare(run, nodes=FIRST_OF_TWO)
     assert (session.plan, session.reach is not None) == (whole, True)

@@ -180,8 +180,8 @@ def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
     write_text(job.run.command_txt, render_command(job.command, job.environment, Path.cwd()))
 
 
-def write_fewer_nodes(run: RunDir, plan: Plan) -> None:
-    """Write the plan for the next start, without a dropped node. The original plan is kept for a later resume."""
+def write_other_nodes(run: RunDir, plan: Plan) -> None:
+    """Write the plan for the next start, on another number of nodes. The original plan is kept for a later resume."""
     if not run.plan_of_all_nodes.exists():
         write_text(run.plan_of_all_nodes, read_text(run.plan_json))
     write_plan(run, plan)

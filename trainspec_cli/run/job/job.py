@@ -56,6 +56,8 @@ class Job:
     """With several nodes: their numbers, ordered by place. The nodes after those of the plan are spares."""
     left_out: tuple[int, ...] = ()
     """Numbers of the nodes that were dropped because they were too slow."""
+    survives_lost_nodes: bool = False
+    """Whether the run restarts within this job if a node other than the first is lost."""
     program: str = "torchrun"
     """Name of the program started on each node, for messages."""
     log: str = "torchrun.log"

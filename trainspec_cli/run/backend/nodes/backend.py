@@ -81,6 +81,8 @@ def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
         stop_grace_s=plan.spec.run.stop_grace_s,
         logs=next_log_folder(RunDir(root).logs),
         nodes=tuple(range(plan.num_nodes + (plan.spec.cluster.reliability.spare_nodes or 0))),
+        # Slurm replaces a lost node by requeueing the job.
+        survives_lost_nodes=reach.return_timeout_s > 0 and plan.spec.resilience.after_node_loss != "end",
     )
 
 
