@@ -206,6 +206,26 @@ def test_hosts_need_a_folder_that_they_share(trainspec):
     assert "`run.dir` is auto, so each node would create a separate folder" in refused.stderr
 
 
+@pytest.mark.slow
+def test_a_run_resumes_on_another_number_of_hosts_with_other_values(start_hosts, trainspec, tmp_path):
+    """Three hosts, then two, then one; the losses are those of one host, whose rate changes at the same step."""
+    run = RunDir(tmp_path / "run")
+    three = start_hosts("launch", *THREE, "train.max_steps=10", nnodes=3)
+    assert [host.communicate() and host.returncode for host in three] == [0, 0, 0]
+    more = ("train.max_steps=20", "optim.lr=1e-4")
+    two = start_hosts("resume", str(run.root), *more)
+    said = [host.communicate()[0] for host in two]
+    assert [host.returncode for host in two] == [0, 0], said
+    ended = trainspec("resume", str(run.root), "cluster.num_nodes=1", "train.max_steps=25")
+    assert ended.returncode == 0, ended.stderr
+    assert worlds(run) == [3, 2, 1]
+    alone = RunDir(tmp_path / "alone")
+    assert trainspec("launch", *THREE, "train.max_steps=10", f"run.dir={alone.root}").returncode == 0
+    for values in (more, ("train.max_steps=25",)):
+        assert trainspec("resume", str(alone.root), *values).returncode == 0
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
+
+
 THREE = (
     *("recipe=tiny", "cluster.devices_per_node=1", "data.seq_len=16", "batching.global_batch_size=6"),
     *("precision.compute=fp32", "run.preflight=false", "optim.schedule.kind=constant", "checkpoint.interval_steps=5"),

@@ -26,8 +26,8 @@ from trainspec_cli.run.job.folder import (
     check_free,
     make_folder,
     storage,
-    write_other_nodes,
     write_launch,
+    write_other_nodes,
     write_resume,
 )
 from trainspec_cli.run.job.job import Job

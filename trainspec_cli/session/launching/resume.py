@@ -112,9 +112,10 @@ def prepare_resume(
     force: bool = False,
     as_json: bool = False,
 ) -> Session:
-    """Return the session for the run's next start. Raises RecipeError for changed fixed values and for a finished run,
-    and MachineError if this node lacks something."""
+    """Return the session for the run's next start, on as many nodes as `nodes` states. Raises RecipeError for changed
+    fixed values and for a finished run, and MachineError if this node lacks something."""
     old = read_plan_of_all_nodes(run)
+    changes = [*changes, *nodes.as_arguments]
     loaded, data_folder = _change_values_and_data(run, old, changes, console)
     if _is_of_slurm_alone(run, nodes):
         message = f"the run in {run.root} was created for {loaded.spec.cluster.num_nodes} Slurm nodes"
@@ -123,14 +124,11 @@ def prepare_resume(
             again = f"trainspec resume {quoted(run)} {shlex.join(changes)}, which records the changes, and then {again}"
         raise RecipeError(Problem("several_hosts", message, hint=f"run {again}"))
     reach = nodes.reach(loaded.spec, str(run.root))
-    if reach and changes:
-        message = f"`{changes[0]}` cannot be changed, because the run is on several nodes"
-        raise RecipeError(Problem("unsupported", message, hint="leave it out, or start a new run"))
-    if reach:
+    if reach and loaded.spec == old.spec:
         return prepare_unchanged(run, reach, console, force=force, as_json=as_json)
     machine = this_machine(loaded.spec)
     plan = _keep_choices(run, plan_on(loaded, machine), old, loaded, machine)
-    return Session(plan, machine, run, console, data_folder=data_folder, force=force, as_json=as_json)
+    return Session(plan, machine, run, console, reach, data_folder, force=force, as_json=as_json)
 
 
 def change_submitted(run: RunDir, changes: Sequence[str], console: RunConsole) -> None:
