@@ -273,6 +273,33 @@ def test_a_run_goes_on_without_a_host_that_died_and_with_it_again(start_hosts, t
 
 
 @pytest.mark.slow
+def test_another_host_takes_over_from_the_first(start_hosts, trainspec, tmp_path):
+    """The first of three hosts dies, with the supervisor; later it returns under its number, and all three train."""
+    run = RunDir(tmp_path / "run")
+    hosts = start_hosts("launch", *THREE, ENDLESS, nnodes=3)
+    wait_for_step(run, 7, hosts[0])
+    switch_off(hosts[0])
+    wait_for(lambda: worlds(run) == [3, 2], hosts[1])
+    wait_for_step(run, run_events(run, "start")[-1]["step"] + 30, hosts[1])
+    (again,) = start_hosts("resume", str(run.root), nnodes=3, nodes=(0,))
+    wait_for(lambda: worlds(run) == [3, 2, 3], hosts[1])
+    wait_for_step(run, run_events(run, "start")[-1]["step"] + 3, hosts[1])
+    hosts[1].send_signal(signal.SIGINT)
+    hosts = [*hosts[1:], again]
+    said = [host.communicate()[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [6, 6, 6], said
+    lost, back = nodes_told(run)
+    assert [(one["reason"], one["node"], one["num_nodes"]) for one in (lost, back)] == [
+        ("lost", 0, 2),
+        ("returned", 0, 3),
+    ]
+    last = max(steps_of(run))
+    alone = trainspec("launch", *THREE, f"train.max_steps={last}", "run.dir=alone")
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    assert losses(run) == pytest.approx(losses(RunDir(tmp_path / "alone")), rel=1e-4)
+
+
+@pytest.mark.slow
 def test_a_spare_host_takes_the_place_of_one_that_died(start_hosts, tmp_path):
     run = RunDir(tmp_path / "run")
     spare = "cluster.reliability.spare_nodes=1"

@@ -428,6 +428,11 @@ class Supervisor:
         self._mail.clear()
         if self._nodes and self._plan:
             self._nodes.open(self._job, self._plan)
+            if self._job.lost_host:  # the run's first node, from which this one has taken over
+                lost = NodeLost(self._job.nodes[-1], self._job.lost_host, "was the first node, and is gone", ())
+                job, self._plan = self._nodes.select([lost])
+                self._job = replace(job, lost_host="")
+                self._nodes.open(self._job, self._plan)
         self._marks = EventWriter(self._job.run.supervisor_events, SUPERVISOR)
         self._marks.write(LaunchMark())
         self._backend = self._open_backend(self._job, self._plan)

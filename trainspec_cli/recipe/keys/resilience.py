@@ -102,7 +102,9 @@ class ResilienceSpec:
     continue: without a spare, the run restarts on fewer nodes if a layout fits, and returns to all nodes when the lost
     one or a replacement is connected. Otherwise, it waits.
 
-    wait: it restarts when the node or a replacement has connected, within `run.join_timeout_s`.
+    If node 0 is lost, the node with the lowest number takes over its tasks.
+
+    wait: it restarts when the node or a replacement has connected, within `run.join_timeout_s`; it ends with node 0.
 
     end: it ends with exit code 5. A Slurm job always ends, and is requeued without the node.
     """

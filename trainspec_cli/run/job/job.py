@@ -56,6 +56,8 @@ class Job:
     """With several nodes: their numbers, ordered by place. The nodes after those of the plan are spares."""
     left_out: tuple[int, ...] = ()
     """Numbers of the nodes that were dropped because they were too slow."""
+    lost_host: str = ""
+    """Hostname of the last of `nodes`, if that node was lost before this job took over the run."""
     survives_lost_nodes: bool = False
     """Whether the run restarts within this job if a node other than the first is lost."""
     program: str = "torchrun"

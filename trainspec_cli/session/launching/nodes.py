@@ -23,7 +23,7 @@ from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, agent_comma
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
-from trainspec_cli.run.folder.record import RunResult, read_plan, read_result
+from trainspec_cli.run.folder.record import RunResult, read_plan, read_plan_of_all_nodes, read_result
 from trainspec_cli.session.launching.kinds import kind_of
 
 RETRY_S = 0.5
@@ -89,6 +89,13 @@ def exit_code_of(run: RunDir, result: RunResult | None) -> int:
     return WorkerError.exit_code if result is None or result.exit_code is None else result.exit_code
 
 
+def survives_first_node(run: RunDir) -> bool:
+    """Return whether another node takes over the run if its first node is lost."""
+    plan = read_plan_of_all_nodes(run)
+    resilience = plan.spec.resilience
+    return plan.num_nodes > 1 and resilience.mode == "restart" and resilience.after_node_loss == "continue"
+
+
 def check_recipe(run: RunDir, record: GenerationRecord) -> None:
     """Raise RecipeError if the first node runs something other than a recipe."""
     if record.kind != RECIPE:
@@ -110,6 +117,9 @@ class Joined:
     """Key or option that specifies how long nodes wait for one another."""
     of_slurm: bool = False
     """True if srun merges the output of all nodes, so that the first node's progress is already visible."""
+    take_over: Callable[[RunDir, int, RunConsole], int | None] | None = None
+    """Supervises the run from this node after the loss of its first node, and returns the run's exit code; None if
+    another supervisor has the run. None for runs that end with their first node."""
 
 
 def join(
@@ -122,8 +132,9 @@ def join(
 ) -> int:
     """Join a run started by the first node, as node `node`; return the run's exit code.
 
-    Joins every start by the first node until the run has a result. Raises MachineError if the first node does not start
-    within `wait_s`, or if other users can write to the run folder."""
+    Joins every start by the first node until the run has a result. If the first node is lost, one of the others takes
+    over, and the rest join its starts. Raises MachineError if no first node starts within `wait_s`, or if other users
+    can write to the run folder."""
     run = RunDir(Path(run_dir).absolute())
     served = 0
     deadline = time.monotonic() + wait_s
@@ -136,7 +147,15 @@ def join(
     where = f"in {run.root}" if run.root.is_dir() else f"to create {run.root}, which does not exist on this node yet"
     limit = f"up to {format_duration(wait_s)}; {joined.join_key}"
     console.report(f"node {node}: waiting for the first node {where} ({limit})")
-    while time.monotonic() < deadline and not (served and run.result_json.is_file()):
+    gives_up_at = deadline
+    while not (served and run.result_json.is_file()):
+        if time.monotonic() > deadline:
+            if not served or joined.take_over is None or not survives_first_node(run) or time.monotonic() > gives_up_at:
+                break
+            code = joined.take_over(run, node, console)
+            if code is not None:
+                return code
+            deadline = min(gives_up_at, time.monotonic() + RESULT_TIMEOUT_S)
         generation = generations.newest(run)
         if generation > served:
             check_tree(run.root)
@@ -152,7 +171,9 @@ def join(
 
                     run_agent(run, generation, node, begin)
                 served = generation
-                deadline = time.monotonic() + RESULT_TIMEOUT_S
+                # If several nodes could take over, the one with the lowest number is the first to try.
+                deadline = time.monotonic() + RESULT_TIMEOUT_S + node * RETRY_S
+                gives_up_at = max(deadline, time.monotonic() + wait_s)
             except MachineError as error:  # perhaps from an earlier start whose first node is gone
                 refusal = error
         time.sleep(RETRY_S)

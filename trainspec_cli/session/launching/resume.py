@@ -25,7 +25,7 @@ from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.memory import newest_copy
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir, read_plan, read_plan_of_all_nodes, read_run_record
-from trainspec_cli.run.job.folder import claim, storage, write_resume
+from trainspec_cli.run.job.folder import claim, is_running, storage, write_resume
 from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.recovery.memory import rank_setting, with_reliefs
@@ -43,8 +43,15 @@ from trainspec_cli.session.launching.changes import (
     trained_samples,
 )
 from trainspec_cli.session.launching.kinds import command_to_resume, kind_of, quoted
-from trainspec_cli.session.launching.nodes import NodeOptions, join
-from trainspec_cli.session.launching.session import Session, check_detachable, describe_detached, resume_detached, start
+from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join
+from trainspec_cli.session.launching.session import (
+    Session,
+    check_detachable,
+    describe_detached,
+    resume_detached,
+    start,
+    take_over,
+)
 from trainspec_cli.session.recipe.data import check_data_of
 from trainspec_cli.session.recipe.load import (
     Loaded,
@@ -91,10 +98,13 @@ def resume_recipe(
     if changes and _is_of_slurm_alone(run, nodes) and not detach and notify == NOBODY:
         change_submitted(run, changes, console)
         return EXIT_DONE
+    if nodes.endpoint and nodes.is_first and is_running(run):
+        # Another node has taken over from the first one, which now joins it like any other node.
+        return join(str(run.root), nodes.node_rank, console, joined=Joined(take_over=take_over))
     session = replace(prepare_resume(run, changes, nodes, console, force=force, as_json=as_json), notify=notify)
     if not nodes.is_first and session.reach:
         wait_s = session.plan.spec.run.join_timeout_s
-        return join(str(run.root), nodes.node_rank, console, wait_s=wait_s)
+        return join(str(run.root), nodes.node_rank, console, wait_s=wait_s, joined=Joined(take_over=take_over))
     if not detach:
         return start(session)
     check_detachable(session)

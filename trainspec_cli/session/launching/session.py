@@ -41,7 +41,7 @@ from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.text import describe_plan
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.local import LocalBackend
-from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
+from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, agent_command, build_nodes_job
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.channel.worker import WorkerMail
 from trainspec_cli.run.folder import generations
@@ -64,12 +64,13 @@ from trainspec_cli.run.job.folder import (
     write_resume,
 )
 from trainspec_cli.run.job.job import Job, build_job, render_command
+from trainspec_cli.run.job.machine import detect, own_address
 from trainspec_cli.run.memory_limits import LimitsWatch
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests
 from trainspec_cli.run.tools import known_probe, measure_kernels, read_table, table_path
 from trainspec_cli.session.launching.changes import describe_changes, plan_on_fewer, trained_samples
-from trainspec_cli.session.launching.nodes import NodeOptions, join
+from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join
 from trainspec_cli.session.launching.run import describe_tracking, run
 from trainspec_cli.session.planning.predict import describe_load, predict, probe_after_run, with_known_limits
 from trainspec_cli.session.recipe.data import prepare_data
@@ -131,7 +132,8 @@ def launch(
     wanted = loaded.spec.run.dir
     if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
         wait_s = loaded.spec.run.join_timeout_s
-        return join(wanted, nodes.node_rank, make_console(as_json=False), wait_s=wait_s)
+        console = make_console(as_json=False)
+        return join(wanted, nodes.node_rank, console, wait_s=wait_s, joined=Joined(take_over=take_over))
     session = replace(_prepare(loaded, nodes, force=force, as_json=as_json), notify=notify)
     # This is checked again when the run is recorded. It is checked here first, before anything is measured or prepared.
     check_free(wanted)
@@ -143,6 +145,30 @@ def launch(
     pid = resume_detached(run, notify.options, force=force)
     print(describe_detached(run, pid, as_json=as_json))
     return EXIT_DONE
+
+
+def take_over(run: RunDir, node: int, console: RunConsole) -> int | None:
+    """Supervise a run whose first node is lost from this node, `node`; the others join it as they joined the first.
+    Return the run's exit code; None if another supervisor has the run."""
+    plan = read_plan_of_all_nodes(run)
+    record = generations.read(run, generations.newest(run))
+    assert record is not None, "this node has joined a start"
+    lost, *others = record.nodes
+    reach = Reach(
+        own_address(record.head),
+        agent_command(node),
+        return_timeout_s=plan.spec.run.join_timeout_s,
+        nodes=(node, *(other for other in others if other != node), lost),
+        lost_host=record.host,
+    )
+    console.report(f"node {node}: takes over the run, because its first node, {record.host}, is gone")
+    try:
+        return start(Session(plan, detect(look_for_gpus=plan.device == "cuda"), run, console, reach))
+    except TrainspecError as error:
+        if error.problems[0].code in ("still_running", generations.FENCED):
+            console.report(f"node {node}: another node has the run")
+            return None
+        raise
 
 
 def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole | None = None) -> RunDir:

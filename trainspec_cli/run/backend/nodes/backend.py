@@ -62,6 +62,10 @@ class Reach:
     return_timeout_s: float = 0.0
     """If too few nodes are left and a lost node's agent may be restarted, the other nodes wait this many seconds for
     it."""
+    nodes: tuple[int, ...] = ()
+    """The numbers of the job's nodes and spares, of which this one is the first; if empty, they are 0, 1, 2, ..."""
+    lost_host: str = ""
+    """Hostname of the last of `nodes`, if it was lost."""
 
 
 def agent_command(node: int | None = None) -> tuple[str, ...]:
@@ -80,7 +84,8 @@ def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
         world_size=plan.world_size,
         stop_grace_s=plan.spec.run.stop_grace_s,
         logs=next_log_folder(RunDir(root).logs),
-        nodes=tuple(range(plan.num_nodes + (plan.spec.cluster.reliability.spare_nodes or 0))),
+        nodes=reach.nodes or tuple(range(plan.num_nodes + (plan.spec.cluster.reliability.spare_nodes or 0))),
+        lost_host=reach.lost_host,
         # Slurm replaces a lost node by requeueing the job.
         survives_lost_nodes=reach.return_timeout_s > 0 and plan.spec.resilience.after_node_loss != "end",
     )
