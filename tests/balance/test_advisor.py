@@ -339,7 +339,7 @@ def test_a_search_that_fails_ends_the_advice_and_not_the_run(tmp_path: Path) -> 
     world.advisor = LayoutAdvisor(world.run, world.plan, fails, world.mail, AtOnce())
     world.slow_down()
     assert world.steps(50, SLOW_S) == []
-    assert world.said == ["the search for other layouts has ended: RecipeError: nobody knows this GPU"]
+    assert world.said == ["the search for other layouts failed: RecipeError: nobody knows this GPU"]
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,9 @@ def test_chance_stays_within_its_bounds_and_repeats_itself() -> None:
 
 def test_events_say_what_they_are() -> None:
     assert Leave(node=3, from_step=5, steps=2).describe() == "node 3 is absent, steps 5 to 6"
-    assert SlowDevice(device=3, factor=1.5).describe() == "device 3 computes for 1.5 times as long, from step 1 on"
+    assert SlowDevice(device=3, factor=1.5).describe() == "device 3 takes 1.5 times as long to compute, from step 1 on"
     assert SlowNode(node=1024, factor=2, from_step=3, steps=1).describe() == (
-        "node 1,024 computes for 2 times as long, steps 3 to 3"
+        "node 1,024 takes 2 times as long to compute, steps 3 to 3"
     )
     assert NarrowLink(factor=4).describe() == "the network links of every node take 4 times as long, from step 1 on"
     assert NarrowLink(node=0, tier="scaleup", factor=1.25, from_step=7).describe() == (

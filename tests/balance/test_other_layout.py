@@ -94,7 +94,7 @@ def test_a_slow_rank_of_a_tensor_parallel_group_is_given_samples_of_its_own() ->
     """Eight ranks wait for one that takes 2.1 times as long; as data-parallel ranks, that one takes fewer samples."""
     proposal = others_of(spec_of(TENSOR)).propose(slow(r5=2.1))
     assert proposal is not None and proposal.layout.tp == 1 and proposal.layout.data_parallel_size == 8
-    assert proposal.reason.startswith("rank 5 computes for 2.1 times as long as usual; as ")
+    assert proposal.reason.startswith("the computation of rank 5 takes 2.1 times as long as usual; as ")
     assert "1 instead of 8 ranks wait for it" in proposal.reason and "shrinks" in proposal.reason
     assert proposal.micro_batch_size <= proposal.largest_micro_batch_size <= 2 * proposal.micro_batch_size
     assert proposal.micro_batch_size * proposal.grad_accum_steps * 8 >= 24
@@ -132,7 +132,7 @@ def test_narrow_links_and_slow_ranks_are_both_told_of() -> None:
     proposal = others_of(spec_of(TENSOR)).propose(slow(r5=2.1), narrow(3.0, rank=6))
     assert proposal is not None
     assert proposal.reason.startswith(
-        "rank 5 computes for 2.1 times as long as usual and "
+        "the computation of rank 5 takes 2.1 times as long as usual and "
         "the exchanges of rank 6 inside its scale-up domain take 3 times as long as usual; as "
     )
 

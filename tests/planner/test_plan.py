@@ -55,7 +55,7 @@ def test_gpus_are_all_taken_and_their_peak_is_the_data_sheets():
     got = plan(SPEC, H200S)
     assert (got.device, got.world_size, got.compute) == ("cuda", 4, "bf16")
     assert got.peak_flops == 989e12
-    assert got.peak_source == "dense bf16 peak of H200-SXM-141GB by its data sheet"
+    assert got.peak_source == "dense bf16 peak from the data sheet of H200-SXM-141GB"
 
 
 @pytest.mark.parametrize(

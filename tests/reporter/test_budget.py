@@ -33,11 +33,11 @@ BUDGET = Budget(
     [
         "128 H100 for 2 years",
         "cheapest     rent on spot, $6M in total",
-        "buying pays  after 13.2 months, against rent by the hour",
+        "buying pays  after 13.2 months, versus renting by the hour",
         "above a utilisation of 53.3% over the machines' life",
         "1            6,144     128     128     0          50%",
         "worth at the end -$3M",
-        "in all $9M $8M $12M $6M",
+        "total $9M $8M $12M $6M",
         "1 $10M $500k $0.00 $0.00 $100k -$2M",
         "llama <b> 2 3 128 ",
         "1T tokens $0.1250 $0.1250 $0.1250 $0.1250",

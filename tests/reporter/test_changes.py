@@ -78,10 +78,10 @@ def test_a_shortage_of_memory() -> None:
 
 
 def test_a_node_that_is_left_out() -> None:
-    pace = "its ranks compute for 4.1 times as long as usual; a step took 2.1 s and is expected to take 1.3 s"
+    pace = "its ranks take 4.1 times as long as usual to compute; a step took 2.1 s and is expected to take 1.3 s"
     assert describe_left_out(LEFT_OUT).line == describe_event(LEFT_OUT) == f"step 120: node 3 is dropped: {pace}"
-    spare, restart = replace(LEFT_OUT, spare=4), "takes 1.4 s (the restart took 31.0 s)"
-    shown = f"step 120: node 3 is dropped, node 4 takes its place: {pace}, {restart}"
+    spare, restart = replace(LEFT_OUT, spare=4), "it now takes 1.4 s (the restart took 31.0 s)"
+    shown = f"step 120: node 3 is dropped, node 4 takes its place: {pace}; {restart}"
     assert describe_left_out(spare, LEFT_OUT_ACHIEVED).line == shown
     lost = replace(LEFT_OUT, reason="lost", spare=4, pace=ABSENT, before_s=ABSENT, expected_s=ABSENT)
     assert describe_left_out(lost).line.startswith("step 120: node 3 was lost, node 4 takes its place: 3 nodes")

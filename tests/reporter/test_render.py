@@ -59,7 +59,7 @@ def test_the_exposed_part_of_exchanges_is_told_where_some_went_on_beside_the_com
         for step in (2, 3):
             fake_run.step(step, rank, exchange_s=0.5 - 0.2 * rank, exposed_s=0.1 * rank)
     shown = text_of(render_report(collect(fake_run.dir.root)))
-    assert "ranks exchanged for 400 ms per step, 12% of it while nothing was computed" in shown
+    assert "ranks exchanged data for 400 ms per step, 12% of it while nothing was computed" in shown
 
 
 def test_long_waits_for_data_are_told_of(fake_run: Any) -> None:
@@ -67,10 +67,10 @@ def test_long_waits_for_data_are_told_of(fake_run: Any) -> None:
     fake_run.start()
     for step in range(1, 11):
         fake_run.step(step, data_wait=0.04)
-    assert "of their time for data" not in text_of(render_report(collect(fake_run.dir.root)))
+    assert "of their time waiting for data" not in text_of(render_report(collect(fake_run.dir.root)))
     for step in range(11, 21):
         fake_run.step(step, data_wait=0.2)
-    assert "of their time for data" in text_of(render_report(collect(fake_run.dir.root)))
+    assert "of their time waiting for data" in text_of(render_report(collect(fake_run.dir.root)))
 
 
 def test_what_the_scheduler_did_has_a_section(fake_run: Any) -> None:

@@ -91,7 +91,7 @@ def test_nodes_that_never_came_are_named_as_nodes(job: Job) -> None:
     explanation = explain(find_failures(job))
     assert (explanation.headline, explanation.detail) == (
         "node 1 (hostname unknown) did not come",
-        "node 2 likewise.",
+        "node 2 did not join either.",
     )
 
 

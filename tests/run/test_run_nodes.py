@@ -150,7 +150,7 @@ def test_a_node_is_found_once_as_much_was_lost_as_the_start_took(make_lab, clock
     (found,) = lab.make_steps(1)
     assert (found.node, found.hostname) == (1, "host1")
     assert found.why == (
-        "node 1 (host1) computes for 4.0 times as long as usual; a step takes 5.0 s, "
+        "node 1 (host1) takes 4.0 times as long as usual to compute; a step takes 5.0 s, "
         "and is expected to take 3.0 s without it: the run restarts without it"
     )
     assert lab.make_steps(100) == [], "that is decided"
@@ -266,7 +266,7 @@ def test_advice_is_written_and_reported_once(make_lab) -> None:
     assert isinstance(advice, NodesEvent)
     assert (advice.applied, advice.node, advice.number, advice.spare) == (False, 1, 1, ABSENT)
     assert len(lab.reports) == 1
-    assert lab.reports[0].startswith("advice: scheduler=auto would drop a node: node 1 (host1) computes for 4.0 times")
+    assert lab.reports[0].startswith("advice: scheduler=auto would drop a node: node 1 (host1) takes 4.0 times")
     assert read_plan(lab.job.run) == lab.plan
 
 

@@ -31,7 +31,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 
 MEASURED_STEPS = 5
-"""The current step time is the median of this many latest steps."""
+"""The current step time is the median over this many of the latest steps."""
 
 
 class Layouts(Protocol):
@@ -84,7 +84,7 @@ class LayoutAdvisor:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget everything measured when the workers start again, because they may run on other devices at other
+        """Forget all measurements. Called when the workers start again, because they may run on other devices at other
         speeds."""
         spec = self._plan.spec
         self._paces = PaceTracker(spec.scheduler.change)
@@ -114,8 +114,8 @@ class LayoutAdvisor:
         self._timing.want(None)
 
     def look(self, report: Callable[[str], None] = lambda _: None) -> None:
-        """Process new events and reports, and send a proposal if one is due. The run does not depend on this: after a
-        failure, which is passed to `report`, no more layouts are proposed."""
+        """Process new events and reports, and send a proposal if one is due. The run does not depend on this: if it
+        fails, the error is passed to `report`, and no more layouts are proposed."""
         if self._is_over:
             return
         try:
@@ -136,7 +136,7 @@ class LayoutAdvisor:
             self._propose()
         except Exception as error:  # not even a bug in the search may end the training
             self._is_over = True
-            report(f"the search for other layouts has ended: {type(error).__name__}: {error}")
+            report(f"the search for other layouts failed: {type(error).__name__}: {error}")
 
     # Process the workers' events
 
@@ -164,8 +164,8 @@ class LayoutAdvisor:
                     self._timing.refuse(_layout(event.layout))
                     self._proposed = None
             case AchievedEvent() if self._watched and event.number == self._watched.number:
-                # A layout that measurably brought no improvement is not proposed again, and `_consider_home` returns to
-                # the planned one.
+                # A layout whose measured step time was no improvement is not proposed again, and `_consider_home`
+                # returns to the planned one.
                 layout = _layout(self._watched.layout)
                 self._watched = None
                 if event.achieved_s >= event.before_s and not _is_alike(layout, self._home.layout):
@@ -221,7 +221,7 @@ class LayoutAdvisor:
             self._mail.send(Proposal(self._number, self._in_force, due), rank=0)
 
     def _consider_home(self, step_s: float) -> None:
-        """Request a return to the planned layout if steps there were measured to be faster than in the current one
+        """Request a return to the planned layout if its measured steps were faster than those of the current one
         (`step_s`)."""
         layout = self._in_force
         home = self._home.layout.describe()
@@ -255,7 +255,7 @@ def _home(plan: Plan, step_s: float, expected_s: float, reason: str) -> LayoutPr
 
 
 def _is_alike(one: Layout, other: Layout) -> bool:
-    """Return whether two layouts are the same except for their split of the layers into stages."""
+    """Return whether two layouts differ at most in how they split the layers into stages."""
     return replace(one, stage_layers=other.stage_layers) == other
 
 

@@ -48,7 +48,7 @@ class StepSeconds:
     total_s: float
 
     def waited_s(self, rows: slice) -> float:
-        """Return the time in exchanges of the rank in `rows` that waits least."""
+        """Return the exchange time of the rank in `rows` that waits least."""
         return self.exchanged_s + float((self.passes_s - self.computed_s)[:, rows].min())
 
 

@@ -45,7 +45,7 @@ class SlowDevice(Spell):
     """Factor by which the device's compute times are multiplied."""
 
     def describe(self) -> str:
-        return f"device {self.device:,} computes for {self.factor:g} times as long, {super().describe()}"
+        return f"device {self.device:,} takes {self.factor:g} times as long to compute, {super().describe()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class SlowNode(Spell):
     factor: Slowdown
 
     def describe(self) -> str:
-        return f"node {self.node:,} computes for {self.factor:g} times as long, {super().describe()}"
+        return f"node {self.node:,} takes {self.factor:g} times as long to compute, {super().describe()}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,7 @@ class LayoutMemory:
 
 
 def even_room(num_layers: int, most: Sequence[int]) -> Room:
-    """Return the room of pipeline ranks that can hold at most `most` layers each, regardless of which layers."""
+    """Return the room on pipeline ranks that can hold at most `most` layers each, no matter which layers."""
     return Room([[1.0] * num_layers] * len(most), [float(held) for held in most])
 
 

@@ -150,9 +150,8 @@ class LiveGroup:
         *,
         reports: bool,
     ) -> None:
-        """Record the times of passes and updates that each stage (inner) of each rank (outer) has measured. The speeds
-        that are exchanged in a step are those from before the step. `waited_s`: time in exchanges of the rank that
-        waits least."""
+        """Record the pass and update times measured by each stage (inner) of each rank (outer). The speeds that are
+        exchanged in a step are those from before the step. `waited_s`: exchange time of the rank that waits least."""
         stages = [[tracker.estimate for tracker in trackers] for trackers in self.trackers] if reports else []
         slowest_s = max(map(max, measured_s))
         due = None

@@ -46,8 +46,8 @@ class OtherLayouts:
     def __init__(
         self, spec: RunSpec, setup: Setup, recompute: str, samples: int | None = None, *, is_rough: bool = False
     ):
-        """`setup`: setup of the current layout. `samples`: samples per step; by default, the batch size in most of the
-        run. `is_rough`: planned times are only rough on these devices, for example on a CPU."""
+        """`setup`: setup of the current layout. `samples`: samples per step; by default, the batch size during most of
+        the run. `is_rough`: planned times are only rough on these devices, for example on a CPU."""
         self._is_rough = is_rough
         self._spec, self._samples = spec, samples or main_size(spec)
         self._keeps = spec.model.unit == "samples"

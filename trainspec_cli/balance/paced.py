@@ -110,7 +110,7 @@ class PacedSteps:
         counts = np.array(division.counts(self._samples), float)
         turns = np.full(ranks, float(division.count_micro_batches(self._samples)))
         step_s = cluster.seconds(condition, counts, turns, in_step=even.in_step).total_s
-        # The linear model has a small error. Without this lower limit, an undisturbed run might seem to gain from a
+        # The linear model has a small error. Without this lower limit, an undisturbed run might appear to gain from a
         # change.
         uncut = replace(setup, layout=replace(layout, stage_layers=None))
         return PacedStep(setup, division, max(step_s, self.planned_s(uncut)), largest)
@@ -180,10 +180,10 @@ def _least_s(once_s: float, twice_s: float, size: float, most: float) -> float:
 
 
 def describe(paces: Paces, before: PacedStep, found: PacedStep) -> str:
-    """Explain why another layout is faster, for example `rank 5 computes for 2.1 times as long as usual; as tp=2
-    dp_shard=4, 2 instead of 8 ranks wait for it in every layer`."""
+    """Explain why another layout is faster, for example `the computation of rank 5 takes 2.1 times as long as usual; as
+    tp=2 dp_shard=4, 2 instead of 8 ranks wait for it in every layer`."""
     ways = [
-        ("rank {} computes for", paces.compute),
+        ("the computation of rank {} takes", paces.compute),
         ("the exchanges of rank {} inside its scale-up domain take", paces.links.scaleup),
         ("the exchanges of rank {} between scale-up domains take", paces.links.network),
     ]

@@ -25,7 +25,7 @@ def main() -> None:
 
         work(run_dir, stop)
     except Exception as error:
-        if Fence.of_worker(run_dir).is_closed():  # the run was restarted, and the newer start has taken it over
+        if Fence.of_worker(run_dir).is_closed():  # the run was restarted, and the newer start has taken over
             raise
         group, size = (int(os.environ.get(name, "0")) for name in (GROUP, "WORLD_SIZE"))
         rank = group * size + int(os.environ.get("RANK", "0"))

@@ -28,7 +28,7 @@ class DeviceKind:
     collectives: str
     """The process-group backend for tensors on such devices."""
     is_numbered: bool = True
-    """Whether torch gives these devices an index. False if a machine never has more than one of this kind."""
+    """True if torch gives these devices an index. False if a machine never has more than one of this kind."""
     capturable: bool = True
     """True if torch's optimizers can keep their update count on the device (torch/optim/optimizer.py)."""
     is_profiled: bool = True
@@ -139,7 +139,8 @@ def keep_busy(device: torch.device, seconds: float) -> None:
 
 
 def host_clock(device: torch.device) -> Callable[[], float]:
-    """Return the host's clock, in seconds: Unix time or, if the device emulates host time, the emulated time."""
+    """Return the time on the host's clock, in seconds: Unix time or, if the device emulates host time, the emulated
+    time."""
     clock: Callable[[], float] = _emulated(device, "host_time") or time.time
     return clock
 
@@ -164,8 +165,8 @@ def _emulated(device: torch.device, name: str) -> Callable[..., Any] | None:
 
 
 def host_work(device: torch.device, name: str = "", seconds: float = 0.0) -> None:
-    """Advance an emulated host clock by the duration of a `read` (of a batch) or `write` (of a checkpoint). `seconds`
-    are added to the emulated clock; a real host sleeps for that time."""
+    """Advance an emulated host clock by the duration of a `read` (of a batch) or `write` (of a checkpoint), plus
+    `seconds`. A real host sleeps for `seconds` instead."""
     work = _emulated(device, "host_work")
     if work is not None:
         work(name, seconds)

@@ -1,8 +1,8 @@
 """Features of NVIDIA and AMD devices for which torch has no general interface.
 
-They are pinning existing memory (torch only pins memory that it allocates, rounded up to powers of two) and NCCL (its
-version, and a process group whose errors do not end the process). Kernels that need CUDA (Triton, cuDNN) are marked in
-the table of kernels, `recipe/keys/kernels.py`.
+There are two: pinning existing memory (torch only pins memory that it allocates, rounded up to powers of two), and NCCL
+(its version, and a process group whose errors do not end the process). Kernels that need CUDA (Triton, cuDNN) are
+marked in the table of kernels, `recipe/keys/kernels.py`.
 """
 
 from __future__ import annotations

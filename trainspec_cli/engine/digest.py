@@ -99,7 +99,7 @@ IGNORED_TARGET = -1
 
 
 def held_part(micro_batch: MicroBatch, positions_S: Tensor | None) -> MicroBatch:
-    """Return the part of each sequence that a rank holds, at `positions_S`; None stands for all positions."""
+    """Return the part of each sequence that a rank holds, at `positions_S`; None means all positions."""
     if positions_S is None:
         return micro_batch
     return tuple(tensor[:, positions_S] for tensor in micro_batch)
@@ -129,7 +129,7 @@ def wait_for(moment: Mark) -> None:
 
 
 def elapsed_s(start: Mark, end: Mark) -> float:
-    """Return the seconds between two moments. On a GPU, the device must have reached both."""
+    """Return the time between two moments, in seconds. On a GPU, the device must have reached both."""
     if isinstance(start, torch.Event) and isinstance(end, torch.Event):
         return start.elapsed_time(end) / 1e3
     return float(end) - float(start)  # type: ignore[arg-type]

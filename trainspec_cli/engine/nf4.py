@@ -2,8 +2,8 @@
 
 The rows of a matrix are divided into blocks of 64 weights; the last block of a row may be shorter. Each weight is
 stored as the nearest of 16 quantiles of a normal distribution, times the block's largest magnitude. These magnitudes,
-minus their mean, are in turn quantised to 8 bits in blocks of 256, in the dynamic format of arXiv:2110.02861. This
-amounts to 4 + 8 / 64 + 32 / (64 * 256) = 4.127 bits per weight. Codes, mean and scales are the same as in bitsandbytes.
+minus their mean, are in turn quantised to 8 bits in blocks of 256, in the dynamic format of arXiv:2110.02861. In total,
+this takes 4 + 8 / 64 + 32 / (64 * 256) = 4.127 bits per weight. Codes, mean and scales are the same as in bitsandbytes.
 
 Shapes: F rows of a matrix (outputs), D its columns (inputs), N blocks per row, G blocks of magnitudes.
 """

@@ -1,5 +1,5 @@
-"""Helpers for trials of user-defined code: whether a trial is possible, which errors are not the code's fault, and the
-error that rejects code."""
+"""Helpers for trials of user-defined code: checks whether a trial is possible and which errors are not the code's
+fault, and the error that rejects code."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Level:
     """One tier of a multi-tier algorithm."""
 
     joined: int
-    """Number of elements of the tier below in one element; for the first tier, the number of ranks."""
+    """Number of elements of the tier below that one element contains; for the first tier, the number of ranks."""
     below: int
     """Number of the group's ranks inside an element of the tier below, which have already divided the bytes among
     themselves."""
@@ -141,7 +141,7 @@ def exchanges_of(
         bucket_bytes = best_bucket_bytes(group, operation, size, eff) if buckets else None
         message_bytes = bucket_bytes or size
         times = times_of(group, operation, message_bytes, eff)
-        # Among equally fast algorithms, the first is chosen, which is the flat ring if available.
+        # Among equally fast algorithms, the first one is chosen: the flat ring, if available.
         algorithm = min(times, key=lambda one: times[one])
         found.append(
             Exchange(
@@ -341,7 +341,7 @@ class _Placed:
 
 
 def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint:
-    """Choose the order of the axes over the nodes that gives the shortest planned step, and the algorithm of each
+    """Choose the order of the axes across the nodes that gives the shortest planned step, and the algorithm of each
     exchange.
 
     Another order replaces the usual one only if it is faster by at least a thousandth. No exchange is slower than with
@@ -402,7 +402,7 @@ def _settings(fabric: Fabric, spec: FabricSpec) -> Iterator[Setting]:
     if not _has_nccl(fabric):
         return
     if spec.nic_wiring == "rails":
-        reason = "each NIC of a node is on its rail's switch: rings and trees stay on their rail"
+        reason = "each NIC of a node is on its rail's switch, so rings and trees stay on their rail"
         yield Setting("NCCL_CROSS_NIC", "0", reason, f"{NCCL_DOCS}, NCCL_CROSS_NIC")
     if spec.nic_wiring == "one_switch":
         reason = "all NICs of a node are on one switch, so staying on one NIC does not avoid flow collisions"

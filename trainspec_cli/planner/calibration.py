@@ -2,8 +2,8 @@
 
 The model is hierarchical. Every cluster has its own pace (`PACE`), parameters near the shipped ones, and an error
 shared by the runs of one group (a model, a run folder); the rest is noise. The prior's standard deviations describe the
-spread among clusters that were not used to fit the shipped values. Even four runs are therefore useful, because they
-change only the parameters that they constrain."""
+spread among clusters that were not used to fit the shipped values. Even four runs are therefore useful: they change
+only the parameters that they constrain."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ITERATIONS = 6
 OUTLYING = 3.0
 """Errors larger than this many deviations count linearly (Huber)."""
 TAUGHT = 0.98
-"""A parameter counts as undetermined if its posterior deviation stays above this fraction of the prior's."""
+"""A parameter is treated as undetermined if its posterior deviation stays above this fraction of the prior's."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ TIMES = (
     *("kernel_s", "launch_s", "collective_latency_s", "hop_latency_s", "step_s", "step_graphed_s"),
     *("exponentials", "issue"),
 )
-"""Efficiencies that together set the pace: dividing these rates and multiplying these times by a number multiplies the
-step time by it. The other efficiencies are relative to them."""
+"""Efficiencies that together set the pace: dividing these rates, and multiplying these times, by a number multiplies
+the step time by the same number. The other efficiencies are relative to them."""
 GPU_SPREAD = Spread(parameter=0.1, pace=0.08, group=0.09, noise=0.05)
 """With these deviations, 91% of the sources that were not used for the fit lie within their 90% intervals
 (tests/bench/calibration.py)."""

@@ -224,7 +224,8 @@ def _fitting(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def choose_safest(candidates: Sequence[Candidate], others: Iterable[Candidate]) -> Candidate | None:
     """Return the layout that is most likely to fit among those whose step takes at most 10% longer than the best one's.
-    This is the best one if it is certain to fit, otherwise the fastest that is. None if nothing fits."""
+    This is the best one if it is certain to fit. Otherwise, if several are certain to fit, this is the fastest of them.
+    None if nothing fits."""
     if not candidates or not candidates[0].fits:
         return None
     if candidates[0].fit_probability >= SURELY:
@@ -386,8 +387,8 @@ def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Se
 
 
 def largest_micro_batch(candidate: Candidate, setup: Setup, wanted: AutoInt) -> int:
-    """Return the largest micro-batch that fits and that the scheduler may assign to a fast rank, in samples: up to
-    `wanted` (`scheduler.max_micro_batch_size`) or, if that is auto, up to twice the candidate's size."""
+    """Return the size, in samples, of the largest micro-batch that fits and that the scheduler may assign to a fast
+    rank: up to `wanted` (`scheduler.max_micro_batch_size`) or, if that is auto, up to twice the candidate's size."""
     usual = candidate.micro_batch_size
 
     def fits(size: int) -> bool:

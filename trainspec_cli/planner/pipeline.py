@@ -18,8 +18,8 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import ModelSpec
 
 EQUAL = 1e-9
-"""If the heaviest ranks of two layer splits differ by less than this fraction, they count as equal, because times are
-sums of rounded numbers."""
+"""If the heaviest ranks of two layer splits differ by less than this fraction, they are treated as equal, because times
+are sums of rounded numbers."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Chain:
 GAIN = 0.01
 """The search ignores improvements smaller than this fraction."""
 MAX_NODES = 4000
-"""Maximum number of stage boundaries that the search tries, which takes about 10 ms; small models have fewer."""
+"""Maximum number of stage boundaries that the search tries; this many take about 10 ms. Small models have fewer."""
 
 
 def cut_rounds(problem: CutProblem, even: Borders) -> Borders | None:
@@ -669,7 +669,7 @@ def ends_of_ranks_s(
     action_s: Callable[[Action], float],
     hand_over_s: Callable[[int, int], float] = lambda _sender, _receiver: 0.0,
 ) -> list[float]:
-    """Return the seconds after which each rank has made its passes; see `replay`."""
+    """Return the time, in seconds, at which each rank has finished its passes; see `replay`."""
     free_s = [0.0] * layout.pp
     turns = _turns(_schedule_of(layout), micro_batches)
     _run_turns(turns, map(action_s, turns.actions), hand_over_s, free_s)
@@ -677,7 +677,7 @@ def ends_of_ranks_s(
 
 
 def alike_ranks(layout: Layout, micro_batches: int) -> tuple[int, ...]:
-    """Return for each rank the first one with the same actions on its own stages."""
+    """Return, for each rank, the first rank that performs the same actions on its own stages."""
     return _alike_ranks(_schedule_of(layout), micro_batches)
 
 

@@ -91,7 +91,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         adapter_params=workload.adapter_params(spec.model, spec.lora),
         flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora),
         peak_flops=peak_flops,
-        peak_source=f"dense bf16 peak of {chip.name} by its data sheet" if chip and peak_flops else "",
+        peak_source=f"dense bf16 peak from the data sheet of {chip.name}" if chip and peak_flops else "",
     )
     drafted = replace(drafted, layout=_cut_layers(drafted, machine))
     drafted = replace(drafted, comm=choose_formats(drafted, machine))
@@ -250,8 +250,8 @@ def _divide(total: int, part: int, path: str, what: str) -> int:
 
 
 def relative_times(model: ModelSpec, tokens: float, seq_len: int, layout: Layout) -> LayerTimes:
-    """Return the layers' forward FLOPs in place of times; the backward is proportional to the forward in every
-    layer."""
+    """Return the layers' forward FLOPs in place of times; the backward pass is proportional to the forward pass in
+    every layer."""
     layers = layer_works(model, tokens, seq_len, layout)
     kinds = {id(works): sum(work.flops for work in works) for works in layers}
     head = head_work(model, tokens, layout)
@@ -268,7 +268,7 @@ def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
     comm = plan.spec.comm
     if AUTO not in (comm.gradients, comm.across_nodes):
         return comm.fixed
-    # Why the planner cannot compare the times of the formats, if it cannot.
+    # The reason why the planner cannot compare the times of the formats; empty if it can.
     hindrance = ""
     cluster = plan.spec.cluster
     if plan.device == "cuda" and not is_known(plan, machine):

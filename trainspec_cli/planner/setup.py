@@ -28,7 +28,7 @@ def changed(record: RecordT, **values: object) -> RecordT:
 
 @dataclass(frozen=True)
 class Recompute:
-    """The parts of the forward that the backward recomputes, and the fraction of layers that do so."""
+    """The parts of the forward pass that the backward pass recomputes, and the fraction of layers that do so."""
 
     matmul: float = 0.0
     attention: float = 0.0

@@ -47,7 +47,7 @@ def is_predictable(plan: Plan) -> bool:
 
 def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
     """Predict the step time of a predictable plan (`is_predictable`), and the peak resident bytes of one process. The
-    peak occurs in a step's backward, or in the loss before it."""
+    peak occurs in a step's backward pass, or in the loss before it."""
     memory = {
         "worker": probe.bare_bytes,
         **tensor_bytes(plan),
@@ -137,7 +137,7 @@ def gpu_parts_s(setup: Setup, eff: Efficiency) -> dict[str, float]:
     once = micro_batch(setup, groups, eff)
     time = assemble_step(setup, once, groups, eff)
     # The step model has no separate times for the passes, so the work is split in the same proportion as for the layers
-    # and the head. The loss computes its gradients in the forward.
+    # and the head. The loss computes its gradients in the forward pass.
     forward = once.num_layers * once.layer.forward + once.head.forward + once.head.backward
     backward = once.num_layers * once.layer.backward
     work_s = time.matmul_s + time.attention_s + time.memory_bound_s
@@ -295,7 +295,7 @@ def _block_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
 
 def _outside_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
     """Return the times in seconds (forward, backward) of embedding, last norm, head and loss. The loss computes its
-    gradients in the forward; the backward scales them."""
+    gradients in the forward pass; the backward pass scales them."""
     model = _decoder(plan)
     tokens = micro_tokens(plan)
     hidden = model.hidden_size
@@ -354,7 +354,7 @@ def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_bloc
     seconds = 0.0
     reduced_bytes = params * COMPUTE_BYTES[plan.spec.precision.reduce]
     if layout.dp_shard > 1:
-        # A block's parameters are freed after its forward and gathered again in the backward.
+        # A block's parameters are freed after its forward pass and gathered again in the backward pass.
         gatherings = 1 if layout.keeps_parameters else plan.grad_accum_steps * (2 if is_block else 1)
         seconds += gatherings * probe.all_gather.at(params * COMPUTE_BYTES[plan.compute])
         exchanges = plan.grad_accum_steps if layout.exchanges_every_backward else 1
@@ -386,8 +386,8 @@ def tensor_bytes(plan: Plan) -> dict[str, float]:
 
 
 def copy_bytes(plan: Plan) -> float:
-    """Return the bytes of the state's copy while a checkpoint is written. Ranks divide among themselves the part that
-    all of them have. In host memory, there are two copies."""
+    """Return the size in bytes of the state's copy while a checkpoint is written. Ranks divide among themselves the
+    part that all of them have. In host memory, there are two copies."""
     checkpoint = plan.spec.checkpoint
     moments = moment_bytes(plan.spec.model, plan.spec.optim.kept_state, plan.spec.lora)
     held = (4 + moments) * plan.params / plan.world_size
@@ -406,8 +406,8 @@ def fragmentation(probe: MachineProbe) -> float:
 
 
 def parameter_bytes(plan: Plan) -> float:
-    """Return the bytes of the rank's part of the parameters in fp32, and of the gathered parameters in the compute
-    format."""
+    """Return the sizes in bytes of the rank's part of the parameters in fp32, and of the gathered parameters in the
+    compute format."""
     block, outside = unit_params(plan)
     freed = plan.layout.shards_parameters
     gathered = (2 * block if freed else _decoder(plan).num_layers * block) + outside
@@ -431,7 +431,7 @@ def step_bytes(plan: Plan) -> dict[str, float]:
 
 
 def activation_bytes_per_token(model: DecoderModel, compute: str) -> int:
-    """Return the bytes per token that a block saves for its backward: the inputs of norms (twice, in fp32) and of
+    """Return the bytes per token that a block saves for its backward pass: the inputs of norms (twice, in fp32) and of
     matrices; the attention's q, k, v, output and log-sum-exps; and the feed-forward's gate, its activation, up and the
     product of the last two."""
     unit = COMPUTE_BYTES[compute]

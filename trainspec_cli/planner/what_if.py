@@ -152,7 +152,7 @@ def _on_cpu(plan: Plan, machine: Machine, probe: MachineProbe, *, may_change: bo
     if may_change and (other := _fastest_probed(plan, machine, probe)):
         factors = _factors(before, _curve_parts(other, probe))
         changes.append(PlannedChange(_describe_change(plan, other), factors))
-    disturbed = ", which other programs slowed" if probe.is_disturbed else ""
+    disturbed = ", disturbed by other programs" if probe.is_disturbed else ""
     basis = f"the breakdown and the suggestions are based on the probe of this machine{disturbed}"
     # Find what bounds passes and optimizer from the time saved without matrix multiplications and attention, and from
     # the time saved without operations that move memory. The rest is call overhead.
@@ -189,7 +189,8 @@ def _curve_parts(plan: Plan, probe: MachineProbe) -> dict[str, float]:
 def _with_links(probe: MachineProbe, transfers: float, latency: float) -> MachineProbe:
     """Return the probe with the time per exchanged byte multiplied by `transfers`, and the latency by `latency`.
 
-    On a busy machine, an exchange may have been measured as faster than an empty one; its bytes then count as free."""
+    On a busy machine, an exchange may have been measured as faster than an empty one; its bytes are then treated as
+    free."""
 
     def changed(curve: Curve) -> Curve:
         call_s = curve.seconds[0]

@@ -58,7 +58,7 @@ def sentences(budget: Budget) -> Iterator[str]:
     yield f"cheapest     {NAMES[cheapest]}, {format_money(budget.usd[cheapest])} in total"
     months = budget.break_even_months
     use = budget.break_even_utilisation
-    after = "not within these years" if months is None else f"after {months:.1f} months, against rent by the hour"
+    after = "not within these years" if months is None else f"after {months:.1f} months, versus renting by the hour"
     yield f"buying pays  {after}"
     above = "at no utilisation" if use is None else f"above a utilisation of {percent(use, 1)} over the machines' life"
     yield f"             {above}"
@@ -85,13 +85,13 @@ def _tables(budget: Budget) -> Iterator[tuple[str, str, Rows]]:
         ],
     )
     yield (
-        "Cash a year",
+        "Cash per year",
         "machines are paid for when they are bought",
         [
             ("year", *(NAMES[way] for way in ways)),
             *((str(year.year), *(_money(year.usd[way]) for way in ways)) for year in budget.years),
             ("worth at the end", _money(0.0 - budget.worth_usd), *("" for _ in ways[1:])),
-            ("in all", *(_money(budget.usd[way]) for way in ways)),
+            ("total", *(_money(budget.usd[way]) for way in ways)),
         ],
     )
     yield (
@@ -103,7 +103,7 @@ def _tables(budget: Budget) -> Iterator[tuple[str, str, Rows]]:
         ],
     )
     names = [NAMES[way] for way in ways]
-    of_runs: list[Sequence[str]] = [("run", "a year", "devices", "time", "on spot", *names)]
+    of_runs: list[Sequence[str]] = [("run", "per year", "devices", "time", "on spot", *names)]
     for run in budget.runs:
         times = " ".join(f"{each:g}" for each in dict.fromkeys(run.per_year))
         spot = "never ends" if run.spot_wall_s is None else format_duration(run.spot_wall_s)
@@ -111,7 +111,7 @@ def _tables(budget: Budget) -> Iterator[tuple[str, str, Rows]]:
         of_runs.append((run.name, times, f"{run.devices:,}", format_duration(run.wall_s), spot, *costs))
         each_million = (f"${run.usd_per_million_tokens[way]:.4f}" for way in ways)
         of_runs.append(("", "", "", f"{format_count(run.tokens)} tokens", "", *each_million))
-    yield "Each run", "a share of all costs by its device-hours; below, $ per million tokens", of_runs
+    yield "Each run", "its share of all costs, in proportion to device-hours; below, $ per million tokens", of_runs
     rows: list[Sequence[str]] = [("input", "from", *names, "to", *names)]
     for each in budget.sensitivities:
         low, high = ([_money(usd[way]) for way in ways if way in usd] for usd in (each.low_usd, each.high_usd))
@@ -128,7 +128,7 @@ def render_budget_page(budget: Budget, origin: PageOrigin | None = None) -> str:
         (
             NAMES[way],
             format_money(budget.usd[way]),
-            "in total, minus the remaining value" if way == "owned" else "in all",
+            "in total, minus the remaining value" if way == "owned" else "in total",
         )
         for way in WAYS
         if way in budget.usd
@@ -146,13 +146,13 @@ def render_budget_page(budget: Budget, origin: PageOrigin | None = None) -> str:
     months = budget.break_even_months
     use = budget.break_even_utilisation
     if months is None:
-        break_even.append(("buying pays", "never", "against rent by the hour"))
+        break_even.append(("buying pays", "never", "versus renting by the hour"))
     else:
-        break_even.append(("buying pays after", f"{months:.1f} months", "against rent by the hour"))
+        break_even.append(("buying pays after", f"{months:.1f} months", "versus renting by the hour"))
     if use is None:
-        break_even.append(("buying pays", "at no use", "of the machines' life"))
+        break_even.append(("buying pays", "at no utilisation", "over the machines' life"))
     else:
-        break_even.append(("buying pays above", percent(use, 1), "of the machines' life"))
+        break_even.append(("buying pays above", percent(use, 1), "utilisation over the machines' life"))
 
     # The effect of each input on the savings from buying instead of renting by the hour.
     def saved(usd: Mapping[str, float]) -> float:

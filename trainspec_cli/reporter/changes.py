@@ -156,8 +156,8 @@ def describe_memory(event: MemoryEvent) -> RunChange:
 
 
 def describe_left_out(event: NodesEvent, achieved: NodesAchievedEvent | None = None) -> RunChange:
-    """`step 120: node 3 is dropped: its ranks compute for 4.1 times as long as usual; a step took 2.1 s and is expected
-    to take 1.3 s`, followed by the result; `step 120: node 3 was lost: the run continues on 2 nodes`."""
+    """`step 120: node 3 is dropped: its ranks take 4.1 times as long as usual to compute; a step took 2.1 s and is
+    expected to take 1.3 s`, followed by the result; `step 120: node 3 was lost: the run continues on 2 nodes`."""
     spare = f", node {event.spare} takes its place" if isinstance(event.spare, int) else ""
     if isinstance(event.pace, Absent) or isinstance(event.before_s, Absent) or isinstance(event.expected_s, Absent):
         what = f"node {event.node} was lost{spare}" if event.reason == "lost" else f"node {event.node} takes part again"
@@ -169,13 +169,13 @@ def describe_left_out(event: NodesEvent, achieved: NodesAchievedEvent | None = N
     before = format_duration(event.before_s)
     expected = format_duration(event.expected_s)
     why = (
-        f"its ranks compute for {event.pace:.1f} times as long as usual; "
+        f"its ranks take {event.pace:.1f} times as long as usual to compute; "
         f"a step took {before} and is expected to take {expected}"
     )
     if achieved is not None:
         took = format_duration(achieved.achieved_s)
         restart = format_duration(achieved.restart_s)
-        why += f", takes {took} (the restart took {restart})"
+        why += f"; it now takes {took} (the restart took {restart})"
     return RunChange(event.step, what, why)
 
 

@@ -151,5 +151,5 @@ def _wall_time(report: Report) -> Section:
     table = Table.grid(padding=(0, 2))
     for name, _, took, share in wall_time_rows(report):
         table.add_row(name, took, f"{share:.1%}", "█" * round(share * BAR_CELLS))
-    title = f"goodput {report.goodput:.1%}, of {format_duration(report.time_s.total_s)} from the first launch on"
+    title = f"goodput {report.goodput:.1%} of {format_duration(report.time_s.total_s)}, counted from the first launch"
     return Group(Text(title, style="bold"), Padding(table, (0, 2)))

@@ -122,7 +122,7 @@ def wall_time_section(report: Report) -> str:
     for name, seconds, took, share in wall_time_rows(report):
         shown = f"{took}, {share:.1%}"
         rows.append((name, render_bar([Segment("c-used", name, seconds, shown)], wall_s), shown))
-    text = f"Goodput {report.goodput:.1%}, of {format_duration(wall_s)} from the first launch on."
+    text = f"Goodput {report.goodput:.1%} of {format_duration(wall_s)}, counted from the first launch."
     return section("Wall time", text, bar_rows(rows))
 
 
@@ -131,8 +131,8 @@ MOST_LINES = 100
 MOST_CHARACTERS = 600
 """Longer lines are truncated. (trainspec itself does not write such lines.)"""
 FOOTER = (
-    "Reported by trainspec. MFU counts model FLOPs, attention over its causal half, relative to the named peak. "
-    "Goodput is the part of the wall time, from the first launch on, spent on steps that were kept."
+    "Reported by trainspec. MFU counts model FLOPs (for attention, only the causal half), relative to the named peak. "
+    "Goodput is the fraction of the wall time since the first launch that was spent on steps that were kept."
 )
 
 

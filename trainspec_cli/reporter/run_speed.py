@@ -291,17 +291,17 @@ def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
     # A prediction takes into account the load on the machine during the probe, but not any later load.
     if slow_s > UNSTEADY * quick_s:
         usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (80% of the steps)"
-        lines.append(f"steps took {usual}: other work slowed this machine, which a prediction does not include")
+        lines.append(f"steps took {usual}: other work slowed this machine; predictions do not include it")
     # Prefetching hides reads that take less than a step.
     waited = next(part.share for part in speed.parts if part.name == "data_wait")
     if waited > LONG_WAIT:
         disk = "a faster or local disk" if speed.unit == "tokens" else "a faster disk, or more CPU cores for reading"
-        why = "reading a batch takes longer than a step, so use"
-        lines.append(f"steps waited {waited:.0%} of their time for data: {why} {disk}")
+        why = "reading a batch takes longer than a step; use"
+        lines.append(f"steps spent {waited:.0%} of their time waiting for data: {why} {disk}")
     if speed.exchange and speed.exchange.seconds:
         took = format_duration(speed.exchange.seconds)
         exposed = speed.exchange.exposed_s / speed.exchange.seconds
-        lines.append(f"ranks exchanged for {took} per step, {exposed:.0%} of it while nothing was computed")
+        lines.append(f"ranks exchanged data for {took} per step, {exposed:.0%} of it while nothing was computed")
     return lines
 
 

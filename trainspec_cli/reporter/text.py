@@ -193,11 +193,11 @@ def describe_plan(plan: Plan) -> str:
 
 
 def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> str:
-    """`predicted: 240 ms per step, 8,533 tokens/s · 65.50 GiB per process, 56.75 GiB of them tensors`."""
+    """`predicted: 240 ms per step, 8,533 tokens/s · 65.50 GiB per process, of which 56.75 GiB is tensors`."""
     seconds = prediction.step_time_s
     tensors = ""
     if prediction.beside:  # a run can only measure its tensors
-        tensors = f", {format_bytes(prediction.peak_memory_bytes)} of them tensors"
+        tensors = f", of which {format_bytes(prediction.peak_memory_bytes)} is tensors"
     return (
         f"predicted: {format_duration(seconds)} per step, {tokens_per_step / seconds:,.0f} tokens/s · "
         f"{format_bytes(prediction.needed_bytes)} per process{tensors}"

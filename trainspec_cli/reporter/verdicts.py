@@ -25,7 +25,7 @@ from trainspec_cli.run.folder.event_types.events import VerdictEvent
 
 NO_VERDICTS = "too few steps for a diagnosis"
 NO_VERDICTS_WITHOUT_PLAN = (
-    "no hang, no memory leak and no twofold slowdown were detected; a command's steps reveal nothing else"
+    "no hang, memory leak or twofold slowdown was detected; a command's steps reveal nothing else"
 )
 
 
@@ -92,7 +92,7 @@ def render_verdicts_page(report: Report, origin: PageOrigin | None = None) -> st
 def verdicts_section(verdicts: Sequence[RunVerdict]) -> str:
     """Render each verdict with its evidence and advice, the most expensive first."""
     left = len(verdicts) - MOST_VERDICTS
-    text = "Heaviest first." if verdicts else f"{NO_VERDICTS[0].upper()}{NO_VERDICTS[1:]}."
+    text = "Most expensive first." if verdicts else f"{NO_VERDICTS[0].upper()}{NO_VERDICTS[1:]}."
     more = f" {left:,} less expensive ones are left out." if left > 0 else ""
     return section("Diagnosis", text + more, "".join(map(_verdict, verdicts[:MOST_VERDICTS])))
 

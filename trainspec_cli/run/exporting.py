@@ -98,9 +98,9 @@ def find_checkpoint(run: RunDir, step: int | None, *, best: bool = False) -> int
 def write_folder(
     wanted: Export, output: Path, format_: Literal["hf"] | OtherFormat = "hf", naming: DcpNaming = "hf"
 ) -> str:
-    """Write a run's weights to the folder `output`, which must be missing or empty, in the format of transformers or
-    another project; return a description of what was written. Raises RecipeError if that project does not support the
-    model, and MachineError."""
+    """Write a run's weights to the folder `output`, which must be empty or not exist yet, in the format of transformers
+    or another project; return a description of what was written. Raises RecipeError if that project does not support
+    the model, and MachineError."""
     plan = read_plan(wanted.run)
     model = plan.spec.model
     config = _config(plan, wanted)
@@ -197,7 +197,7 @@ def write_adapters(wanted: Export, output: Path) -> str:
                 lines += ["The base weights here are those used in training, dequantised."]
             else:
                 compute = DTYPES[plan.compute][1] if plan.compute in DTYPES else "float32"
-                lines += ["The base is named in full precision. To load it as it was in training:", "", "```python"]
+                lines += ["The base model above is in full precision. To quantise it as in training:", "", "```python"]
                 lines += [
                     "BitsAndBytesConfig(",
                     '    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,',

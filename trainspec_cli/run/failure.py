@@ -33,8 +33,8 @@ PEER_LOST = re.compile(
     re.IGNORECASE,
 )
 _ENDED_BY_OTHERS = (signal.SIGTERM, signal.SIGABRT)
-"""torchrun ends the peers of a failed worker with SIGTERM. NCCL's watchdog ends a worker that is waiting for a lost
-peer with SIGABRT."""
+"""torchrun ends the peers of a failed worker with SIGTERM. NCCL's watchdog uses SIGABRT to end a worker that is waiting
+for a lost peer."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def explain(failures: list[WorkerFailure]) -> Explanation:
     alike = [other for other in others if (other.summary, other.whole_node) == (first.summary, first.whole_node)]
     lost = [other for other in others if other.consequence and other not in alike]
     if alike:
-        ends.append(f"{_names(alike)} {'likewise' if first.never_came else 'ended in the same way'}.")
+        ends.append(f"{_names(alike)} {'did not join either' if first.never_came else 'ended in the same way'}.")
     if lost:
         ends.append(f"{_names(lost)} lost the connection to {first.who}, or ended with it.")
     for other in others:

@@ -1,4 +1,4 @@
-"""Record, for later launches, the settings with which runs on this machine ran out of memory.
+"""Record, for later launches, the settings that made runs on this machine run out of memory.
 
 There is one file per plan in the cache. Its name depends on everything that determines a plan's memory except the
 settings themselves: the machine, the model, the layout, formats and versions."""

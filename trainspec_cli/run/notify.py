@@ -19,7 +19,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import RunResult
 
 COMMAND_S, WEB_S = 30.0, 10.0
-"""Time in seconds after which a command or a server is abandoned."""
+"""Maximum time in seconds to wait for a command or a server."""
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://\S+")
 """Matches an address and nothing else. A shell line that mentions an address contains other words too."""
 

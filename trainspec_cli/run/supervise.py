@@ -113,7 +113,7 @@ class RunNodes:
         self._number = sum(isinstance(event, NodesEvent) for event in read_sound(job.run.directives))
 
     def open(self, job: Job, plan: Plan) -> None:
-        """Start a generation of the run, where speeds and times are measured anew."""
+        """Start a generation of the run. Its speeds and times are measured from scratch."""
         self._job = job
         self._plan = plan
         self.hostnames = ("",) * len(job.nodes)
@@ -171,7 +171,7 @@ class RunNodes:
             assert plan is not None, "a gain is known only with a plan"
             name = f"node {node} ({host})" if host else f"node {node}"
             why = (
-                f"{name} computes for {gain.pace:.1f} times as long as usual; "
+                f"{name} takes {gain.pace:.1f} times as long as usual to compute; "
                 f"a step takes {format_duration(gain.before_s)}, "
                 f"and is expected to take {format_duration(gain.expected_s)} without it"
             )
@@ -283,7 +283,7 @@ class RunNodes:
         return len(steps)
 
     def _learn(self, report: SpeedsReport) -> None:
-        """Adopt the speeds that the workers have confirmed. From now on, step times are measured anew."""
+        """Adopt the speeds that the workers have confirmed, and start collecting step times from scratch."""
         samples = sum(report.samples[row[0]] for row in data_rows(report.layout))
         times = RankTimes(report.compute_s, report.even_s, self._paces.note(report.layout, report.even_s))
         # Best case with the node: the slowest rank's compute time with the best sample shares that the scheduler may
@@ -345,7 +345,7 @@ class Ending:
     stop_requested: bool
     """True if a user or a scheduler has asked the supervisor, or a node's agent, to stop."""
     left_behind: tuple[int, ...] = ()
-    """Ids of processes that could not be ended, because they are stuck in the kernel."""
+    """Ids of processes that could not be killed, because they are stuck in the kernel."""
     given_up: str = ""
     """Why the supervisor ended the run, if it did (for example because too few replica groups were left)."""
     generation: int | None = None

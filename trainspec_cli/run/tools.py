@@ -144,8 +144,8 @@ TOOLS: tuple[Tool[Any, Any], ...] = (
 
 
 Prepare = Callable[[Path, tuple[str, ...]], tuple[Job, OpenBackend]]
-"""Takes a folder and the arguments for Python (which the folder follows), and returns the job and the backend that
-starts it."""
+"""Takes a folder and the arguments for Python (to which the folder is appended), and returns the job and the backend
+that starts it."""
 
 
 def one_process(environment: Mapping[str, str] | None = None) -> Prepare:
@@ -298,9 +298,9 @@ def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
 
 
 DISTURBED_HOLDS_S = 86_400.0
-"""Validity in seconds of a probe that was disturbed by other programs. The probe reflects the speed of a run alongside
-these programs, which may be gone a day later. A validity of 15 minutes would mean that a machine that is always in use
-is probed before most launches."""
+"""Time in seconds for which a probe that was disturbed by other programs stays valid. The probe reflects the speed of a
+run alongside these programs, which may be gone a day later. With only 15 minutes, a machine that is always in use would
+be probed before most launches."""
 LIBRARIES = ("triton", "liger-kernel", "fla-core", "torchao")
 Figures = TypeVar("Figures")
 
@@ -356,7 +356,7 @@ def traced_ranks(plan: Plan) -> list[int]:
     return sorted({along_cp, (layout.pp - 1) * per_stage + along_cp})
 
 
-# The cache in which measurements are stored
+# The cache of measurements
 
 
 def probe_path(plan: Plan, machine: Machine) -> Path:

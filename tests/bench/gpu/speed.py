@@ -143,7 +143,7 @@ def facts_of(device: str) -> dict[str, Any]:
     name = device_name(where)
     chip = find_accelerator(name) if device == "cuda" else None
     if chip:
-        peak, source = chip.bf16_tflops * 1e12, f"dense bf16 peak of {chip.name} by its data sheet"
+        peak, source = chip.bf16_tflops * 1e12, f"dense bf16 peak from the data sheet of {chip.name}"
     else:
         peak, source = (measured := measure_peak(where, torch.bfloat16)).flops, measured.source
     return {

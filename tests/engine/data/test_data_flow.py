@@ -133,7 +133,7 @@ def test_waiting_for_data_is_accounted_and_told(state: TrainState, tmp_path: Pat
     waits_s = [event["time_s"]["data_wait"] for event in read_events(late.events(0)) if event["type"] == "step"]
     assert min(waits_s) >= 0.9 * READ_S  # the timer of a sleep is not exact
     assert account_run(late).data_wait == pytest.approx(sum(waits_s))
-    assert "of their time for data" in told(late)
+    assert "of their time waiting for data" in told(late)
 
 
 def told(run_dir: RunDir) -> str:

@@ -65,7 +65,7 @@ def test_a_leak_is_told_of_when_a_window_shows_that_it_will_run_out(monkeypatch,
     assert list(told) == [told_at]
     assert told[told_at] == (
         f"host memory grows by 1.00 MiB per step and will be full at about step {told_at + free_bytes / MIB:.0f}, "
-        f"before the last step ({last_step}): memory that should be freed is kept"
+        f"before the last step ({last_step}): memory that should be freed is being kept"
     )
 
 

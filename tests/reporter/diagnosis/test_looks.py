@@ -59,7 +59,9 @@ def test_a_line_at_which_much_time_passes_is_the_place_and_operations_where_ther
     )
     spread = with_look(SPIN, [look(0.1)])
     assert spread.code is None
-    assert spread.evidence[0] == ("rank 3 in steps 41 to 43: the operations that take most of a step are aten::mm 5 ms")
+    assert spread.evidence[0] == (
+        "rank 3 in steps 41 to 43: the operations that take the most time in a step are aten::mm 5 ms"
+    )
 
 
 def test_a_look_is_of_its_own_verdict_alone_and_says_what_could_not_be_done():

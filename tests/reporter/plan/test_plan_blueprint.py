@@ -58,9 +58,9 @@ def test_tiers_and_order_are_told(blueprint: Blueprint) -> None:
     )
     order, nodes = describe_order(blueprint)
     assert order == "order   dp_shard > pp > tp, outermost first"
-    assert "a step of 1.9 s, 5.0% less than in the order of their numbers" in nodes
+    assert "a step of 1.9 s, 5.0% less than in numerical order" in nodes
     assert list(describe_order(replace(blueprint, node_places=()))) == [order]
-    assert "follow the switches" in list(describe_order(replace(blueprint, node_places=(), sorts_nodes=True)))[1]
+    assert "follows the switches" in list(describe_order(replace(blueprint, node_places=(), sorts_nodes=True)))[1]
 
 
 def test_settings_come_with_their_reason_and_source(blueprint: Blueprint) -> None:

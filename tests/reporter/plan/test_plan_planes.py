@@ -28,7 +28,7 @@ def test_figures_stand_beside_those_of_one_plane(planes: PlanesPlan) -> None:
     rows = {name: values for name, *values in figure_rows(planes)}
     assert rows["ports of a switch"] == ["512 x 100G", "64 x 800G"]
     assert rows["most NICs"] == ["131,072", "65,536"]
-    assert rows["switches a NIC"] == ["0.0469", "0.0781"]
+    assert rows["switches per NIC"] == ["0.0469", "0.0781"]
     assert rows["lost with a NIC's port"] == ["12.5% of the speed", "the job"]
 
 

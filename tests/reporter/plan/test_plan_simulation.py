@@ -34,7 +34,7 @@ def simulation() -> Simulation:
     return Simulation(
         name="slow", description="", data_parallel_ranks=8, global_batch_size=100, steps=3, step_s=4.0,
         replica_groups=1, micro_batch_size=1, largest_micro_batch_size=4, report_interval=10,
-        events=("device 3 computes for 2 times as long",),
+        events=("device 3 takes 2 times as long to compute",),
         off=SimulatedPace(24.0, 12.5, ()),
         on=SimulatedPace(15.0, 20.0, (10.0, 20.0, 25.0)),
         ideal=SimulatedPace(13.0, 22.0, ()),
@@ -105,7 +105,7 @@ def test_all_of_it_is_shown_with_the_plan(simulation: Simulation, plan: PlanRepo
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     for line in (
         "Disturbance slow, simulated 3 steps of 100 samples over 8 data-parallel ranks",
-        "device 3 computes for 2 times as long",
+        "device 3 takes 2 times as long to compute",
         "samples/s of undisturbed time",
         "scheduler on 20 80.0% 15.0 s",
         "94% of the loss recoverable with whole samples is recovered (75% with fractional samples)",
@@ -121,7 +121,7 @@ def test_all_of_it_is_shown_with_the_plan(simulation: Simulation, plan: PlanRepo
 def test_the_page_has_it_too(simulation: Simulation, plan: PlanReport) -> None:
     page = render_plan_page(replace(plan, simulation=simulation))
     assert "Disturbance slow, simulated" in page and "Disturbance" not in render_plan_page(plan)
-    assert "device 3 computes for 2 times as long. 94% of the loss" in page
+    assert "device 3 takes 2 times as long to compute. 94% of the loss" in page
     for cells in (
         ("undisturbed", "25", "100%", "12.0 s"),
         ("scheduler off", "12.5", "50.0%", "24.0 s"),

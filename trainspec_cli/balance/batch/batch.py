@@ -1,7 +1,7 @@
 """The number of samples and the learning rate of each step, set by a schedule or by the gradient noise.
 
-All functions are pure: they depend only on the step, the samples trained so far, and averages stored in checkpoints, so
-that a resumed run needs no other state."""
+All functions are pure: they depend only on the step, the number of samples trained on so far, and averages stored in
+checkpoints, so a resumed run needs no other state."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps
     return peak_lr * (ratio + (1 - ratio) * (1 + math.cos(math.pi * done)) / 2)
 
 
-# The number of samples and the learning rate of each step, as pure functions of the number of samples trained so far.
+# The number of samples and the learning rate of each step, as pure functions of the number of samples trained on so
+# far.
 #
-# A run trains `train.max_steps` x `batching.global_batch_size` samples under every schedule, and ends with the step
+# Under every schedule, a run trains on `train.max_steps` x `batching.global_batch_size` samples, and ends with the step
 # that trains on the last sample. A step of B samples counts as B / B0 steps of the starting size B0. Its learning rate
 # is that of `optim.schedule` in the middle of these steps, times f(B / B0), where f is `batching.schedule.lr_rule`.
 #
@@ -61,7 +62,7 @@ class StepBatch:
     """The size and learning rate of one step."""
 
     samples: int
-    """Number of samples over all ranks and replica groups."""
+    """Number of samples, summed over all ranks and replica groups."""
     lr: float
 
 
@@ -70,7 +71,7 @@ class BatchStage:
     """A batch size and the progress at which it starts."""
 
     from_samples: int
-    """Number of samples trained before the first step of this size."""
+    """Number of samples trained on before the first step of this size."""
     step_samples: int
 
 
@@ -127,7 +128,7 @@ def schedule_batches(spec: RunSpec) -> BatchSchedule:
 
 
 def step_batch(schedule: BatchSchedule, samples: int, size: int | None = None) -> StepBatch:
-    """Return the step that starts after `samples` have been trained.
+    """Return the step that starts after training on `samples` samples.
 
     `size`: the current batch size of a schedule that is decided during the run (`noise`). The last step takes all
     remaining samples, even those that would otherwise form another step below the starting size. Raises ValueError if
@@ -135,7 +136,7 @@ def step_batch(schedule: BatchSchedule, samples: int, size: int | None = None) -
     """
     left = schedule.run_samples - samples
     if left <= 0:
-        raise ValueError(f"the run has trained its {schedule.run_samples} samples; no step remains")
+        raise ValueError(f"the run has trained on all its {schedule.run_samples} samples; no step remains")
     wanted = schedule.size_at(samples) if size is None else size
     taken = left if left < wanted + schedule.start_samples else wanted
     start = schedule.start_samples
@@ -156,7 +157,8 @@ def count_steps(schedule: BatchSchedule) -> int:
 
 
 def _phases(schedule: BatchSchedule) -> Iterator[BatchPhase]:
-    """Yield the phases. The steps of a stage are counted at once, because a run may have 10^12 steps."""
+    """Yield the phases. The steps of a stage are counted together rather than one by one, because a run may have 10^12
+    steps."""
     trained = 0
     total = schedule.run_samples
     start = schedule.start_samples
@@ -175,8 +177,8 @@ def _phases(schedule: BatchSchedule) -> Iterator[BatchPhase]:
 
 
 def _seesaw_stages(spec: RunSpec) -> list[BatchStage]:
-    """Return the stages: each size starts once the schedule has reduced the learning rate to B0 / size of its peak or
-    less."""
+    """Return the stages: each size starts once the schedule has reduced the learning rate to at most B0 / size times
+    its peak."""
     start = spec.batching.global_batch_size
     lr = spec.optim.schedule
     after_warmup = range(lr.warmup_steps, spec.train.max_steps)
@@ -196,10 +198,9 @@ def _seesaw_stages(spec: RunSpec) -> list[BatchStage]:
 #
 # The gradient of one sample has the mean mu and the covariance S. Suppose n ranks share B samples, and rank i has the
 # fraction w_i of them (the w_i sum to 1). Its mean gradient g_i has E|g_i|^2 = |mu|^2 + tr S / (w_i B), and their sum g
-# = sum w_i
-# g_i has E|g|^2 = |mu|^2 + tr S / B. Solving the two equations yields tr S and |mu|^2; B_noise = tr S / |mu|^2 is the
-# simple noise scale (McCandlish et al., arXiv:1812.06162). Both values are sums over parameters. Groups of parameters
-# may divide the samples differently: an expert trains on the samples of several ranks.
+# = sum w_i g_i has E|g|^2 = |mu|^2 + tr S / B. Solving the two equations yields tr S and |mu|^2; B_noise = tr S /
+# |mu|^2 is the simple noise scale (McCandlish et al., arXiv:1812.06162). Both values are sums over parameters. Groups
+# of parameters may divide the samples differently: an expert trains on the samples of several ranks.
 
 
 @dataclass(frozen=True)
@@ -317,9 +318,9 @@ EQUIVALENT_FRACTION = 0.5
 starting size.
 
 Scaling the rate with the square root of the batch is exact if noise dominates the gradient. Otherwise AdamW's
-denominator shrinks less. For equal progress, the rate would have to be sqrt((B_n + B) / (B_n + B0)) times larger at B
-than at B0, by up to 22% at B = B_n / 2. Measured (docs/benchmarks.md): no loss at a sixth of B_n, 0.4% at a third, 1%
-at two thirds."""
+denominator shrinks less. For equal progress, the rate at B would have to be larger by a further factor of sqrt((B_n +
+B) / (B_n + B0)), which is up to 1.22 at B = B_n / 2. Measured (docs/benchmarks.md): no loss at a sixth of B_n, 0.4% at
+a third, 1% at two thirds."""
 
 
 def outgrows_noise(batching: BatchingSpec, samples: int, noise: NoiseAverage) -> bool:

@@ -1,6 +1,6 @@
-"""Divide a step's samples over replica groups, data-parallel ranks and micro-batches, as pure functions of the
+"""Divide a step's samples among replica groups, data-parallel ranks and micro-batches, as pure functions of the
 position. A step's samples follow those of the previous step, so every sample is used exactly once, regardless of
-failures and of how unevenly samples are divided. Any number of samples can be divided over any number of ranks. By
+failures and of how unevenly samples are divided. Any number of samples can be divided among any number of ranks. By
 default, parts differ by at most one sample; a part may be empty."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainspec_cli.recipe.keys.training import BatchingSpec, ShrinkRule
 from trainspec_cli.recipe.results.plan import Plan
 
 ROUNDING = 1e-9
-"""A share that is below a whole number of samples by less than this is rounded up to it."""
+"""A share that falls short of a whole number of samples by less than this is rounded up to that number."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class OwnSamples:
 
 @dataclass(frozen=True)
 class Division:
-    """The division of a replica group's samples over its data-parallel ranks."""
+    """The division of a replica group's samples among its data-parallel ranks."""
 
     weights: tuple[float, ...]
     """Each rank's share of the samples, in arbitrary units."""
@@ -102,7 +102,7 @@ def even_division(layout: Layout, micro_batch_size: int, *, keeps_micro_batches:
 
 
 def even_division_of(plan: Plan) -> Division:
-    """Return the division of `plan` over equally fast ranks."""
+    """Return the division of `plan` among equally fast ranks."""
     keeps_micro_batches = plan.spec.model.unit == "samples"
     return even_division(plan.layout, plan.micro_batch_size, keeps_micro_batches=keeps_micro_batches)
 
@@ -156,21 +156,21 @@ def _given_one(samples: int, weights: Sequence[float]) -> set[int]:
 
 
 def largest_that_fits(usual: int, most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest size from `usual` to `most` where `fits` is true; `usual` is assumed to fit."""
+    """Return the largest size from `usual` to `most` for which `fits` is true; `usual` is assumed to fit."""
     larger = range(usual + 1, most + 1)
     return usual + bisect_left(larger, True, key=lambda size: not fits(size))
 
 
 def micro_batches_of(layout: Layout, micro_batch_size: float, samples: int) -> int:
-    """Return the number of micro-batches per rank in a step of `samples`, over equally fast ranks."""
+    """Return the number of micro-batches per rank in a step of `samples`, for equally fast ranks."""
     return count_micro_batches(math.ceil(samples / layout.data_parallel_size), micro_batch_size, turns_of(layout))
 
 
 def divide(counts: Sequence[int], micro_batches: int, *, in_step: bool = False) -> tuple[OwnSamples, ...]:
-    """Divide `sum(counts)` samples, starting at position 0; rank i gets `counts[i]` of them. Each micro-batch consists
-    of contiguous samples over all ranks. The sizes of a rank's micro-batches differ by at most one sample. The same is
-    true of the micro-batches of all ranks together, unless `in_step` is set, which places every rank's larger
-    micro-batches first."""
+    """Divide `sum(counts)` samples, starting at position 0; rank i gets `counts[i]` of them. The samples that all ranks
+    together process in a micro-batch are contiguous. The sizes of a rank's micro-batches differ by at most one sample.
+    The same is true of the micro-batches of all ranks together, unless `in_step` is set, which places every rank's
+    larger micro-batches first."""
     sizes = []
     spare_before = 0
     for count in counts:
@@ -191,7 +191,7 @@ def take_portion(
 ) -> Portion:
     """Return the samples of group number `rank` in the step of `samples` samples that starts at `position`. `weights`:
     the shares of the participating groups, out of `replica_groups` groups. If the batch shrinks with the number of
-    groups, it keeps at least one sample per group, provided that it had that many."""
+    groups, it keeps at least one sample per group, provided that it had that many to begin with."""
     present = len(weights)
     if batching.on_loss == "shrink":
         samples = max(min(present, samples), samples * present // replica_groups)

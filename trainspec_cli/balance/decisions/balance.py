@@ -1,4 +1,4 @@
-"""Divide samples over ranks, and layers over stages, so that the slowest one finishes as early as possible."""
+"""Divide samples among ranks, and layers among stages, so that the slowest one finishes as early as possible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 EVEN_ENOUGH = 0.02
 """The even division is kept or restored unless the best division is faster by more than this fraction."""
 SAME = 1e-9
-"""Relative tolerance when comparing times, which are sums of rounded numbers."""
+"""Relative tolerance for comparing times, needed because they are sums of rounded numbers."""
 TRIED = 8
 """Maximum number of micro-batch counts to try besides the usual one."""
 MORE_TURNS = 4
@@ -77,9 +77,8 @@ def _in_step_s(ranks: Iterable[tuple[float, float, int]], micro_batches: int) ->
         own_s = fixed_s + each * sample_s
         smaller_s[larger] = max(smaller_s[larger], own_s)
         larger_s[larger] = max(larger_s[larger], own_s + sample_s)
-    in_larger_s = list(accumulate(reversed(larger_s), max))[
-        -2::-1
-    ]  # of the ranks with more larger micro-batches than the index
+    # Entry i: the maximum over the ranks with more than i larger micro-batches.
+    in_larger_s = list(accumulate(reversed(larger_s), max))[-2::-1]
     in_smaller_s = list(accumulate(smaller_s, max))
     return sum(max(in_larger_s[turn], in_smaller_s[turn]) for turn in range(micro_batches))
 
@@ -304,7 +303,7 @@ def best_division(
     *,
     keeps_micro_batches: bool = False,
 ) -> Balanced:
-    """Return the fastest division of `samples` over ranks with these speeds, in micro-batches of at most
+    """Return the fastest division of `samples` among ranks with these speeds, in micro-batches of at most
     `largest_micro_batch` samples. If none is clearly faster than the even division, return the even one.
 
     `exchange_s`: see `compute_s`. `keeps_micro_batches`: keep the number of micro-batches.
@@ -358,9 +357,9 @@ def _numbers(usual: int, even: Division, samples: int, kinds: _Kinds, largest_mi
 
 
 def _numbers_in_step(usual: int, turns: int, samples: int, kinds: _Kinds, largest_micro_batch: int) -> list[int]:
-    """Return the counts to try if ranks wait for one another in each micro-batch. These include smaller counts, whose
-    larger micro-batches allow a slow rank to have smaller ones, and the counts that the faster ranks would need without
-    the slow ones."""
+    """Return the counts to try if ranks wait for one another in each micro-batch. These include smaller counts, with
+    which fast ranks get larger and slow ranks smaller micro-batches, and the counts that the faster ranks would need
+    without the slow ones."""
     ranks = sum(kinds.sizes)
     fewest = count_micro_batches(math.ceil(samples / ranks), largest_micro_batch, turns)
     stride = max(1, math.ceil((usual - fewest) / turns / TRIED)) * turns
@@ -509,7 +508,7 @@ class LayerScheduler:
 
 
 def largest_stage(layout: Layout, num_layers: int, wanted: AutoInt, fits: Callable[[Layout], bool]) -> int | None:
-    """Return the largest number of layers on any pipeline rank where `fits` is true, up to `wanted`
+    """Return the largest number of layers on any pipeline rank for which `fits` is true, up to `wanted`
     (`scheduler.max_stage_layers`).
 
     None if no layers can move: with one pipeline rank, or with several stages per rank."""
@@ -527,7 +526,7 @@ def largest_stage(layout: Layout, num_layers: int, wanted: AutoInt, fits: Callab
 
 
 def with_stages(layout: Layout, counts: Counts) -> Layout:
-    """Return the layout with another layer split. As in the planner, the even split is represented by no list of
+    """Return the layout with another layer split. As in the planner, a layout with an even split has no list of
     layers."""
     even = counts == cut_evenly(sum(counts), layout.num_stages)
     return replace(layout, stage_layers=None if even else counts)

@@ -24,8 +24,8 @@ CONFIRMING_SAMPLES = 3
 """Number of consecutive samples that confirm a change."""
 REMEMBERED_SAMPLES = 50
 RECENT_SAMPLES = 25
-"""A drift that no single sample reveals is found by comparing two medians: that of the recent samples, and that of the
-first `REMEMBERED_SAMPLES` samples since the last change."""
+"""A drift that no single sample reveals is detected by comparing two medians: that of the recent samples, and that of
+the first `REMEMBERED_SAMPLES` samples since the last change."""
 DRIFT_FACTOR = 5.0
 """A difference of this many standard errors counts as a drift. The standard error of a median is 1.2533 deviations /
 sqrt(n)."""
@@ -165,7 +165,7 @@ class LinkTracker:
         return self._changed(usual, self._departed) if len(self._departed) >= CONFIRMING_SAMPLES else None
 
     def _drifted(self, noise: float) -> LinkChange | None:
-        """Return the drift that the recent samples show when taken together."""
+        """Return the drift that the recent samples show as a group."""
         if len(self._samples) < REMEMBERED_SAMPLES:
             return None
         if self._settled is None:

@@ -50,8 +50,8 @@ class ShareChange:
 
 
 class ChangeCost:
-    """Measures what a change of its sample share costs a rank. The first step after a start is also used, because it
-    reads its batch, compiles and warms up, like the first step with a new share."""
+    """Measures how much time a rank loses when its sample share changes. The first step after a start is also used,
+    because it reads its batch, compiles and warms up, like the first step with a new share."""
 
     def __init__(self) -> None:
         self.seconds = inf
@@ -262,7 +262,7 @@ class Gain:
     before_s: float
     """Current duration of a step, in seconds."""
     kept_s: float
-    """Duration of a step with the node in the best case, in seconds."""
+    """Duration of a step that includes the node, in the best case, in seconds."""
     expected_s: float
     """Expected duration of a step without the node, in seconds."""
 
@@ -332,7 +332,7 @@ def _split(layout: Layout) -> int:
 
 
 class LeaveOutScheduler:
-    """Decides when dropping a node pays off. As in the ski-rental problem, this is once the time lost by keeping the
+    """Decides when dropping a node pays off. As in the ski-rental problem, that is when the time lost by keeping the
     node equals the cost of a restart, provided that the remaining steps recover that cost."""
 
     def __init__(self) -> None:

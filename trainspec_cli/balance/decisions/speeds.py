@@ -53,7 +53,7 @@ from the median."""
 
 @dataclass(frozen=True)
 class Speed:
-    """A micro-batch's forward and backward pass takes `fixed_s`, plus `per_sample_s` for each of its samples, in
+    """The forward and backward passes of a micro-batch take `fixed_s`, plus `per_sample_s` for each of its samples, in
     seconds."""
 
     fixed_s: float
@@ -64,7 +64,7 @@ class Speed:
     """Number of steps that confirmed the speed as a change. The time lost in these steps counts when deciding on a
     response."""
     is_settled: bool = field(default=True, compare=False)
-    """True if the speed was learnt from so many steps that small differences are meaningful."""
+    """True if the speed was learnt from enough steps for small differences to be meaningful."""
     update_s: float = 0.0
     """Time of the rank's update between the passes of two steps, which does not depend on its samples. It is 0 if every
     rank waits for the slowest update."""
@@ -275,7 +275,7 @@ class SpeedTracker:
                     self._refined_at = self._shape
             elif len(self._paces) == REMEMBERED_STEPS and abs(median(self._paces) - 1) > self._change:
                 # A change that is too small to show in single steps shows in the median of all remembered steps, once
-                # more than half of them are from after the change.
+                # more than half of them come after the change.
                 self._scale(speed, list(self._paces)[REMEMBERED_STEPS // 2 :])
             return
         if self._confirms(seen, noise):
@@ -389,7 +389,7 @@ def _usual_s(times_s: Sequence[float], paces: Sequence[float]) -> float:
 
 # Find the bucket size for reducing gradients, by trying several sizes in a run's first steps.
 #
-# With large buckets, the latency of an exchange is paid once for many gradients, but more of the last exchange is
+# Large buckets incur the latency of an exchange only once for many gradients, but leave more of the last exchange
 # exposed after the backward pass. The optimum is b* = sqrt(S a B), for S bytes, latency a and bandwidth B. The first
 # steps try sizes around b* in turn, and the run keeps the size with the shortest waits. All ranks see the same
 # measurements and make the same decision.

@@ -41,7 +41,7 @@ from trainspec_cli.recipe.user_code import LOSS, Extension, arguments, load, use
 
 # Test user-defined blocks and losses on small inputs before the first step.
 #
-# The engine shards, recomputes and resumes blocks, and distributes samples over ranks. So a block must be causal, and
+# The engine shards, recomputes and resumes blocks, and distributes samples among ranks. So a block must be causal, and
 # its output for a sample may depend only on that sample's input. Each token's loss may depend only on that token.
 
 TRIAL_TOKENS = 32
@@ -50,7 +50,7 @@ AGREEMENT = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 AGREEMENT_ELSE = 1e-4
 LOSS_TRIAL_TOKENS = 6
 LOSS_AGREEMENT = 1e-5
-"""Maximum relative difference between the losses of tokens that are computed together and separately."""
+"""Maximum relative difference between the losses of tokens computed together and computed separately."""
 
 
 def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.device) -> None:
@@ -94,7 +94,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
         form = f"{given.dtype} of shape {tuple(given.shape)}"
         other = f"{got.dtype} of shape {tuple(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
         if other != form:
-            hint = "return the shape of the input, (samples, tokens, hidden), and its dtype: cast the result to x.dtype"
+            hint = "return a tensor with the shape of the input, (samples, tokens, hidden), cast to x.dtype"
             raise refused(maker.extension, f"maps {form} to {other}", hint)
         if not got.isfinite().all():
             hint = "check its initial values"
@@ -115,10 +115,10 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
         hint = "the model predicts the next token: let each token see only itself and earlier tokens"
         raise refused(maker.extension, "lets tokens see later tokens", hint)
     if not agree(y_BSD[:1], forward(torch.cat((x_BSD[:1], other_BSD[1:])))[:1]):
-        hint = "layouts spread samples over ranks: compute no statistics over the first dim"
+        hint = "layouts spread samples across ranks: do not compute statistics over the first dim"
         raise refused(maker.extension, "mixes the samples of a batch", hint)
 
-    # Check the backward pass: every parameter has a gradient, which is the same if the forward pass is recomputed.
+    # Check the backward pass: every parameter has a gradient, and recomputing the forward pass does not change it.
     plain = gradients()
     unused = next((name for name, gradient in plain.items() if gradient is None), None)
     if unused is not None:
@@ -350,7 +350,7 @@ def spread_stage(
 
 
 def layers_of(plan: Plan, stage: int) -> range | None:
-    """Return the layers of `stage`; None stands for all layers."""
+    """Return the layers of `stage`; None means all layers."""
     if plan.layout.num_stages == 1:
         return None
     return cut_layers(plan.spec.model.num_layers, plan.layout)[stage]
@@ -378,7 +378,7 @@ def _shares_of(plan: Plan, part: Any, cuts: Mapping[str, Cut]) -> list[Share]:
     layout = plan.layout
     held = []
     for name, parameter in (*part.named_parameters(), *quantised_parameters(part)):
-        # Number of ranks with a copy: all replicas; also all ranks of tp if the parameter is not split, and all
+        # Number of ranks that hold a copy: all replicas; also all ranks of tp if the parameter is not split, and all
         # data-parallel ranks if it is quantised. A tied embedding exists twice.
         copies = layout.dp_replicate * (1 if name in cuts else layout.tp)
         copies *= (layout.shards if is_quantised(name) else 1) * (2 if is_twin(plan, name) else 1)
@@ -408,8 +408,8 @@ def build_train_state(
     """Build each stage on meta (kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise), and then the
     optimizer.
 
-    `clock` and `wire` are taken over from the state that the new one replaces. Without `fill`, parameters have no
-    values and moments have no memory yet, because `reshard` provides both.
+    `clock` and `wire` come from the state that the new one replaces. Without `fill`, parameters have no values and
+    moments have no memory yet, because `reshard` provides both.
     """
     _refuse_compiling(plan, device.type)
     mesh = mesh or build_mesh(plan.layout, device.type)
@@ -451,8 +451,8 @@ def build_train_state(
         share_streams(parts.values())
     trained = [share for share in shares if share.is_trained]
     optimizer = _optimizer_of(plan, trained, torch.zeros_like if fill else without_memory, clock.collective)
-    # The backward passes do not sum two kinds of gradients over ranks: those of parameters that every tp rank holds in
-    # full, and those of a tied embedding, which has copies at both ends of the pipeline.
+    # Two kinds of gradients are not summed over ranks in the backward passes: those of parameters that every tp rank
+    # holds in full, and those of a tied embedding, which has copies at both ends of the pipeline.
     twins = [share for share in trained if is_twin(plan, share.name)]
     ends = Peers(mesh.ends, exchanges.counted("gradients", clock.collective))
     ep_group = mesh.expert_group("ep").group_name if mesh.experts else None

@@ -80,7 +80,8 @@ class Exchanges:
         return Peers(group, self.links.of(axis, group, is_hidden=is_ring))
 
     def gradient_peers(self, mesh: Mesh, axis: str) -> Peers:
-        """Return the peers of the gradient sum along `axis`, and count the bytes exchanged with them as gradients."""
+        """Return the peers of the gradient sum along `axis`, and count the bytes exchanged with them as gradient
+        traffic."""
         group = mesh.group(axis)
         return Peers(group, self.of("gradients", axis, group))
 
@@ -101,7 +102,8 @@ def build_exchanges(plan: Plan, mesh: Mesh, device: torch.device, clock: StepClo
         across=plan.comm.across_nodes,
         is_inside=lambda group: len({rank // per_node for rank in dist.get_process_group_ranks(group)}) == 1,
         device=device,
-        # Only one of several replica groups writes checkpoints, and it does not have the other groups' error feedback.
+        # If there are several replica groups, only one writes checkpoints, and it does not have the others' error
+        # feedback.
         saved_as=f"{plan.layout.describe()}.rank{dist.get_rank()}" if plan.replica_groups == 1 else "",
     )
     wire.find_connections()

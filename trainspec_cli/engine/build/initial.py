@@ -54,8 +54,8 @@ def load_initial(plan: Plan, state: TrainState) -> None:
 def load_tensors(
     folder: Path, entries: Mapping[str, StoredTensor | PartedTensor], model: DecoderModel, shares: Sequence[Share]
 ) -> None:
-    """Load the weights in `folder`. Files are memory-mapped, so a rank reads only the pages with its parts. Raises a
-    MachineError that names the tensors with non-finite values."""
+    """Load the weights in `folder`. Files are memory-mapped, so a rank reads only the pages that contain its parts.
+    Raises a MachineError that lists the tensors with non-finite values."""
     tensors = MappedTensors(entries)
     by_name = {parameter.name: parameter.pieces for parameter in parameters(model)}
     plain, quantised = split_quantised(shares)
@@ -66,7 +66,7 @@ def load_tensors(
         matrix.fill(whole.local)
     if faults:
         message = f"{folder} holds {NOT_FINITE}: {list_names(list(dict.fromkeys(faults)))}"
-        hint = "download it again, or name another folder in init.from"
+        hint = "download it again, or set init.from to another folder"
         raise MachineError(Problem("bad_checkpoint", message, "init.from", hint))
 
 

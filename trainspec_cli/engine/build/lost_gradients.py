@@ -54,7 +54,7 @@ def parts_to_fill(state: TrainState) -> list[TensorPart]:
 
 
 def take_lost(state: TrainState, parts: list[TensorPart]) -> bool:
-    """Pass the contents of `parts` to the exchanges of `state`. Return whether some of it does not belong to any
+    """Pass the contents of `parts` to the exchanges of `state`. Return True if some of it does not belong to any
     exchange with error feedback in this layout. If gradients are summed over more ranks than before, each of these gets
     an equal part."""
     takers = {id(share.parameter): late.peers.size for late in state.late_sums for share in late.shares}

@@ -98,7 +98,7 @@ class TrainState:
     positions_S: Tensor | None
     """The positions of each sequence that this rank holds; None for all positions."""
     routers: Sequence[Any]
-    """Routers for which the engine balances the load of experts."""
+    """Routers whose experts' load the engine balances."""
     spread_experts: Collection[str] = ()
     """Names of the parameters that are spread over ep."""
     compression: Compression = field(default_factory=Compression)
@@ -116,8 +116,8 @@ class TrainState:
         return list(self.stages.parts.values())
 
     def await_sums(self) -> Callable[[], object]:
-        """Return a function, callable in any thread, that waits for the gradient sums started so far over data-parallel
-        ranks."""
+        """Return a function that waits for the gradient sums over data-parallel ranks that have been started so far. It
+        may be called in any thread."""
         return self.sums.await_added() if self.sums is not None else lambda: None
 
     @property

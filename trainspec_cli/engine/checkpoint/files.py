@@ -41,7 +41,7 @@ from trainspec_cli.run.folder.paths import RunDir
 PIECE_BYTES = 2**24
 POLL_S = 0.02
 PATIENCE_S = 1800.0
-"""A rank that has not reported its part after this many seconds counts as failed."""
+"""A rank that has not reported its part after this many seconds is treated as failed."""
 
 
 def partial_folder(run_dir: RunDir, step: int, token: str) -> Path:

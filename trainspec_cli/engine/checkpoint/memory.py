@@ -107,8 +107,8 @@ class Image:
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """Return a memoryview of a one-dimensional uint8 tensor on the CPU, which keeps the tensor alive. numpy is avoided
-    because torch cannot free a storage that numpy has accessed, as a change of layout must."""
+    """Return a memoryview of a one-dimensional uint8 tensor on the CPU. The view keeps the tensor alive. numpy is
+    avoided because torch cannot free a storage that numpy has accessed, and a change of layout has to free it."""
     array: Any = (ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())
     array.tensor = tensor
     return memoryview(array).cast("B")
@@ -245,7 +245,7 @@ class FoundCopy:
     slot: int
     manifest: CheckpointManifest
     holders: dict[str, int]
-    """Maps each file to a rank on a node that has it."""
+    """Maps each file to a rank on a node that has the file."""
 
 
 def find_newest(location: CopyLocation) -> FoundCopy | None:
@@ -266,7 +266,7 @@ def find_newest(location: CopyLocation) -> FoundCopy | None:
 
 
 def _whole_parts(location: CopyLocation) -> Iterable[KeptPart]:
-    """Yield the complete parts on this node. Its ranks divide the verification among themselves.
+    """Yield the complete parts on this node. The node's ranks divide the verification among themselves.
 
     If a copy fails verification, its completion mark is removed, so that `fetch` replaces it.
     """

@@ -238,9 +238,9 @@ def reshard(
     """Allocate the memory of `new`, fill it from `old`, and free the memory of `old`. Called collectively by all ranks.
 
     `prepare` is called with (bucket, number of buckets) before each bucket; it may raise an error to report that this
-    rank cannot continue. `room_bytes` is the additional memory that this rank may use; if that is not enough, nothing
-    is moved. `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError on all ranks if any rank could not move
-    its parts.
+    rank cannot continue. `room_bytes` is the additional memory that this rank may use; if it is not enough, nothing is
+    moved. `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError on all ranks if any rank could not move its
+    parts.
     """
     before = Storages(old.parts())
     after = Storages(new.parts())
@@ -296,7 +296,7 @@ def _move_back(
     buckets: Sequence[Sequence[str]], by_name: dict[str, list[Move]], before: Storages, after: Storages
 ) -> None:
     """Move the state back from `after` to `before`. These moves are not simply the reverse: if several ranks held a
-    part, only one of them sent it away, but all get it back. Raises RuntimeError if even that fails: the run then
+    part, only one of them sent it away, but all get it back. Raises RuntimeError if even that fails; the run then
     restarts from its newest checkpoint."""
     for names in reversed(buckets):
         back = [move for name in names for move in by_name[name]]

@@ -109,8 +109,8 @@ class Saver:
         self._token = ""
 
     def save(self, about: About) -> Saved:
-        """Write a checkpoint and wait until it is complete. If any rank had an error, the result has the same error on
-        every rank."""
+        """Write a checkpoint and wait until it is complete. If any rank had an error, every rank's result contains that
+        same error."""
         self.wait()
         started = time.perf_counter()
         image = self._image

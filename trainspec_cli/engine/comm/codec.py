@@ -1,8 +1,8 @@
 """Encode numbers in fewer bits for transfer: as bf16, or as 8-bit or 4-bit integers in blocks with one scale each.
 
-Eight bits: a block's scale is its largest magnitude over the largest integer, in bf16. The error of a value is at most
-half a scale; if the scale was rounded down, the largest value is clipped by 127 / 2**9 of the scale. The scale is bf16
-and not fp16, because the smallest number in fp16, 6e-8, is larger than many gradients of a mean loss.
+Eight bits: a block's scale is its largest magnitude divided by the largest integer, in bf16. The error of a value is at
+most half a scale; if the scale was rounded down, the largest value is clipped by up to 127 / 2**9 of the scale. The
+scale is bf16 and not fp16, because the smallest number in fp16, 6e-8, is larger than many gradients of a mean loss.
 
 Four-bit codes encode values rotated by a 32 x 32 Hadamard matrix, as in SDP4Bit (arXiv:2410.15526), which spreads an
 outlier over its neighbours. The rotation is its own inverse and preserves Euclidean norms.
@@ -56,7 +56,7 @@ class Codec(Protocol):
 
     @property
     def feeds_back(self) -> bool:
-        """Return whether the error of an encoded gradient is large enough to be added to the next gradient."""
+        """Return whether the error of an encoded gradient is so large that it must be added to the next gradient."""
         ...
 
     @property

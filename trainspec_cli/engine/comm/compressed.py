@@ -1,4 +1,4 @@
-"""Sum gradients over ranks. Gradients are sent in few bits, but never summed in that format.
+"""Sum gradients over ranks. Gradients are sent with few bits per value, but never summed in that format.
 
 Each rank encodes the rows that the other ranks sum. After an all-to-all, it decodes the received rows and sums them in
 fp32, in rank order with its own row last, so that results are bitwise reproducible. For an all-reduce, the sums are
@@ -81,8 +81,8 @@ class GroupWire:
 class Feedback:
     """The encoding error of one rank's gradients in one exchange, in bf16. It is added to the next gradients.
 
-    A step that does not count (because a value is not finite, or a rank failed) leaves the error unchanged. So the
-    errors of a step's exchanges are kept separately until the step is committed or discarded.
+    A step that does not count (because a value is not finite, or a rank failed) leaves the error unchanged. The errors
+    of a step's exchanges are therefore kept separately until the step is committed or discarded.
     """
 
     def __init__(self, values: int, device: torch.device):

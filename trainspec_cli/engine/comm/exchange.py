@@ -95,8 +95,8 @@ def sum_in_tiers(x: Tensor, levels: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _sum_by_rows(x: Tensor, group: dist.ProcessGroup, beyond: Sequence[dist.ProcessGroup]) -> None:
-    """Sum contiguous `x` over the ranks, in place. Each rank sums one row, over the outer levels too, and then all
-    ranks gather all sums."""
+    """Sum contiguous `x` over the ranks, in place. Each rank sums one row, including over the outer levels, and then
+    all ranks gather all sums."""
     flat = x.view(-1)
     missing = -len(flat) % group.size()
     whole = pad(flat, (0, missing)) if missing else flat
@@ -119,7 +119,7 @@ def sent_bytes(whole_bytes: float, ranks: int) -> float:
 
 
 def swap_rows(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) -> None:
-    """Send row i to rank i and fill the received rows, by sender, on gloo."""
+    """On gloo, send row i of `sent_RB` to rank i, and store the row received from rank i in row i of `received_RB`."""
     start_swap(received_RB, sent_RB, group)()
 
 

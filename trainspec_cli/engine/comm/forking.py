@@ -144,7 +144,7 @@ def fork_workers(module: str, arguments: Sequence[str]) -> None:
 
 class _ForkingHandler(SubprocessHandler):
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> ForkedProcess:  # type: ignore[override]
-        assert self._stdout and self._stderr, "torchrun was told to write stdout and stderr to files"
+        assert self._stdout and self._stderr, "torchrun was configured to write stdout and stderr to files"
         module = args.index("-m") + 1
 
         def program() -> None:

@@ -15,8 +15,8 @@ is queued, and the kernel spins while a peer is missing; over NVLink, this never
 on the host until the device has finished (`Work.is_completed`), and meanwhile checks the connections between the hosts.
 If a peer is lost or time runs out, it aborts the communicator, which ends the kernel and frees the streams that wait
 for it. The tensors are then invalid, and the step does not count. It also closes its connections to the other hosts, so
-that the other peers detect this within `LOOK_S`. This is torchft's approach (abort, and a new process group in every
-quorum); torch's own error handling would end the process (`cuda_only.open_nccl`).
+that the other peers detect the failure within `LOOK_S`. This is torchft's approach (abort, and a new process group in
+every quorum); torch's own error handling would end the process (`cuda_only.open_nccl`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LOOK_S = 0.05
 """Seconds between two checks of the peers' connections while a device is working."""
 SHORTEST_PAUSE_S = 2e-5
 LONGEST_PAUSE_S = 1e-3
-"""The longest pause in seconds between two checks of whether the device has finished. Pauses double up to this
+"""The longest pause, in seconds, between two checks of whether the device has finished. Pauses double up to this
 length."""
 
 
@@ -88,7 +88,7 @@ class CrossGroupComm:
         opened = set(open_connections()) - before
         self._peers = opened if len(opened) == size - 1 else set()
         """The connections to the other hosts. Empty if other threads opened connections at the same time, so that the
-        peers' connections could not be told apart. Then only the timeout ends an exchange on the device."""
+        peers' connections could not be identified. In that case, only the timeout ends an exchange on the device."""
         backend = exchange_backend(device.type)
         if backend == "gloo" and device.type != "cpu":
             self.staged_because = f"this version of torch has no backend for {device.type}"
@@ -254,7 +254,7 @@ def sum_as_one(packet: Sequence[Tensor], sum_: Callable[[Tensor], None]) -> None
 
 # Send gradients to the other replica groups in packets, while the backward pass is still running.
 #
-# The gradients in each packet and the order of the packets depend only on the layout, so that all groups send the same
+# The gradients in each packet and the order of the packets depend only on the layout, so all groups send the same
 # packets, regardless of their micro-batches. A packet is sent when its gradients, and those of all packets before it,
 # are final.
 

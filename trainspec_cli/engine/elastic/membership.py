@@ -30,7 +30,7 @@ from trainspec_cli.run.recovery.reliability import plan_healing
 
 BEAT_INTERVAL_S = 0.1
 ANSWER_TIMEOUT_S = 30 * 60.0
-"""Time in seconds that a quorum waits for groups that are alive but busy (writing a checkpoint or evaluating)."""
+"""Time in seconds for which a quorum waits for groups that are alive but busy (writing a checkpoint or evaluating)."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Participation:
     rank: int
     """This group's position among these groups."""
     step: int
-    """Number of updates made by the run. If it is more than this group had made, the state was healed."""
+    """Number of updates made by the run. If this is more than this group had made, its state was healed."""
     healed: bool
     names: frozenset[str]
     """The groups' names, which identify their current starts; a restarted group has a new name."""
@@ -150,7 +150,7 @@ class Membership:
         return self._error is not None
 
     def agree_on_counts(self, counts: Tensor) -> None:
-        """Replace this rank's counts by their maximum over the group, and determine whether any rank had an error."""
+        """Replace this rank's counts with their maximum over the group, and determine whether any rank had an error."""
         greatest = torch.cat([counts, torch.tensor([float(self.failed)])])
         if self.own.group_size > 1:
             dist.all_reduce(greatest, dist.ReduceOp.MAX)

@@ -63,8 +63,7 @@ class _FrugalRope(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos_SE: Tensor, sin_SE: Tensor, sign: int) -> Tensor:
-    """Multiply by the cosines, and then add the other half times the sines in place, so that no concatenation is
-    needed."""
+    """Multiply by the cosines, and then add the other half times the sines in place, which avoids a concatenation."""
     seq_len = x.shape[1]
     half = x.shape[-1] // 2
     sin = sin_SE[:seq_len, None, :half]

@@ -32,8 +32,8 @@ class CausalCore(nn.Module):
     """Scores, softmax and values: the part of attention that mixes tokens along the sequence.
 
     With a window, a token attends to itself and the W - 1 tokens before it. The sequence is then divided into blocks of
-    W tokens, and a block's queries attend to the keys of the same block and the previous one. So the cost per token is
-    proportional to the window size, not to the sequence length.
+    W tokens, and a block's queries attend to the keys of the same block and the previous one. The cost per token is
+    therefore proportional to the window size, not to the sequence length.
     """
 
     attention = staticmethod(attention)

@@ -224,7 +224,8 @@ class Router(nn.Module):
         return scores_BSE.topk(self.spec.top_k, dim=-1).indices
 
     def _balance_loss(self, scores_BSE: Tensor, indices_BSK: Tensor) -> Tensor:
-        """Return a scalar: number of tokens x sum over experts of (fraction of choices) x (mean normalised score)."""
+        """Return a scalar: the number of tokens, times the sum over experts of (fraction of choices) x (mean normalised
+        score)."""
         visits_BSE = torch.zeros_like(scores_BSE).scatter_(-1, indices_BSK, 1.0)
         counts_BE = self.sum_over_sequence(visits_BSE.sum(1))
         tokens = counts_BE.sum(-1, keepdim=True) / self.spec.top_k
@@ -253,7 +254,7 @@ class Router(nn.Module):
     def update_balance(self, counts_E: Tensor) -> None:
         """Adjust the bias after a step, using the counts of the global batch, and reset the counter.
 
-        With recomputation, tokens count twice, which does not change the order of the experts.
+        With recomputation, tokens are counted twice, which does not change the order of the experts.
         """
         if self.balance_bias_E is not None:
             counts_E = counts_E.float()

@@ -129,7 +129,7 @@ class Mamba2(nn.Module):
 
 def init_scan(leaf: str, full: Tensor, generator: torch.Generator) -> bool:
     """Set a parameter of `Mamba2` to its initial values, as in the reference implementation. Return False for matrices
-    and ones, which are initialised as in other modules."""
+    and for parameters that start at one, which are initialised as in other modules."""
     if leaf.startswith("conv_"):
         full.uniform_(-(CONV_TAPS**-0.5), CONV_TAPS**-0.5, generator=generator)
     elif leaf == "dt_bias":  # softplus(bias) is log-uniform over `STEP_RANGE`

@@ -1,8 +1,8 @@
 """User-defined blocks (`model.block=FILE.py:make`) between the engine's embedding and its final norm and head, and a
 user-defined loss (`train.loss=FILE.py:NAME`) instead of cross-entropy.
 
-A block's code initialises its parameters, on a CPU and with a separate seed for each block, so their values depend
-neither on the layout nor on the devices. A loss function returns the loss of each token, computed only from that
+A block's code initialises the block's parameters, on a CPU and with a separate seed for each block, so their values
+depend neither on the layout nor on the devices. A loss function returns the loss of each token, computed only from that
 token's logits and target, and the engine computes the mean, so the result is the same in every layout.
 
 Shapes: T tokens, D hidden size, V vocabulary, C tokens of one chunk.

@@ -86,15 +86,15 @@ class ProcessorClock:
 
 COMPUTING = ("forward", "backward", "optimizer")
 LEAST_AHEAD_S = 2e-4
-"""If the host is ahead of its device by less than this, it counts as not keeping the device busy, because the two
-clocks agree only to about 50 us."""
+"""If the host is ahead of its device by less than this, it is assumed not to keep the device busy, because the two
+clocks agree only to within about 50 us."""
 LEAST_AHEAD = 0.1
 """The same, as a fraction of the step part's duration. If the host is further ahead, the device itself is the
 bottleneck."""
 
 
 class QueuedTime(NamedTuple):
-    """Time in a step that the main thread was runnable but had no CPU, in seconds."""
+    """Time in a step during which the main thread was runnable but had no CPU, in seconds."""
 
     own_s: float
     exposed_s: float
@@ -215,7 +215,7 @@ class StepClock:
         self._cut_queued()
 
     def cut(self) -> Segments:
-        """End the step, start the next one, and return its marks."""
+        """End the step, return its marks, and start the next one."""
         self._close_segment()
         segments = Segments(
             self._marks, self._last, self._beside, self._cut_queued(), self._agreed, self._unix, self._queued_at
@@ -254,7 +254,7 @@ class Segments:
 
     def exchange_time(self) -> tuple[float, float] | None:
         """Return the total duration of the step's exchanges and its exposed part; None if no exchange overlapped with
-        compute: all time was exposed."""
+        compute, so that all of it was exposed."""
         if not self.beside:
             return None
         origin = self.marks[0][1]
@@ -276,8 +276,8 @@ class Segments:
         return elapsed_s(began, ended), self.unix.of(ended)
 
     def starved_s(self) -> float | None:
-        """Return how long the device waited in passes and optimizer because the host had not queued enough work. This
-        is the case if the device has nothing left to do at the end of such a part. None on a CPU."""
+        """Return how long the device waited, in passes and optimizer, because the host had not queued enough work. A
+        part counts as such a wait if the device has nothing left to do at its end. None on a CPU."""
         if not self.queued_at:
             return None
         self.wait()
@@ -290,7 +290,7 @@ class Segments:
         return starved_s
 
     def parts_s(self) -> dict[str, float]:
-        """Return seconds by part; wait for the device to reach the step's end."""
+        """Return the time of each part in seconds; wait for the device to reach the step's end."""
         self.wait()
         parts = dict.fromkeys(PARTS, 0.0)
         for name, start, end in self._parts():

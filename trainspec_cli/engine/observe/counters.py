@@ -363,8 +363,8 @@ def state_of(connection: Connection) -> ConnectionState | None:
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 PRODUCTS: tuple[Product, ...] = (lambda a, b: a @ b, lambda a, b: a @ b.T, lambda a, b: a.T @ b)
-"""Which operands are transposed in a layer's matmuls, forward and backward. On CPUs their speeds differ, by a factor of
-ten in a format without native support."""
+"""The operands that are transposed in a layer's matmuls, forward and backward. On CPUs the speeds of these variants
+differ, by a factor of ten in a format without native support."""
 MATMUL_SIZES = (1024, 2048)
 CHIP_MATMUL_SIZES = (4096, 8192)
 MATMUL_ROUNDS, MATMUL_ROUND_S = 10, 0.02
@@ -472,7 +472,8 @@ SETTLING_STEPS = 10
 
 
 class MemoryWatch:
-    """Reads the memory every few steps, so that a window spans the same fraction of the run, however long it is."""
+    """Reads the memory every few steps, so that a window spans the same fraction of the run, however long the run
+    is."""
 
     def __init__(self, device: torch.device, first_step: int, last_step: int):
         self._device = device
@@ -506,7 +507,8 @@ class MemoryWatch:
                 slope = slope_per_step(steps, used)
                 return (
                     f"{kind} memory grows by {format_bytes(slope)} per step and will be full at about step "
-                    f"{step + left:.0f}, before the last step ({self._last_step}): memory that should be freed is kept"
+                    f"{step + left:.0f}, before the last step ({self._last_step}): "
+                    "memory that should be freed is being kept"
                 )
         return None
 

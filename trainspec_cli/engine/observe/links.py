@@ -155,7 +155,7 @@ class LinkTimers:
         self._across = Transfer()
         self._held_back_bytes = Counter[str]()
         self.is_due: Callable[[int], bool] = lambda _step: False
-        """Given the number of updates, returns True if the next step is sampled. Called ahead of that step, to notify
+        """Given the number of updates, returns True if the next step is sampled. Called before that step, to notify
         other replica groups."""
 
     def of(self, axis: str, group: dist.ProcessGroup, *, is_hidden: bool = False) -> TimeCollective:
@@ -167,8 +167,8 @@ class LinkTimers:
         return self._timers.setdefault(key, LinkTimer(self._clock, group, is_hidden=is_hidden))
 
     def of_held_back(self, axis: str, group: dist.ProcessGroup) -> TimeCollective:
-        """Return the timer for exchanges that overlap with other work, except in sampled steps: the lost overlap is
-        what a sampled step costs."""
+        """Return the timer for exchanges that overlap with other work, except in sampled steps: the lost overlap is the
+        cost of a sampled step."""
         time_exchange = self.of(axis, group)
 
         @contextmanager

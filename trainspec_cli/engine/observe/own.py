@@ -1,7 +1,7 @@
 """User-defined callbacks and trackers: classes that receive a run's events but cannot change its results.
 
 They get the same events as the run folder, but have no access to the model. The state of the random generators is
-restored after each call. So the results of a run are bitwise identical with and without them.
+restored after each call. The results of a run are therefore bitwise identical with and without them.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class StepWatch(threading.Thread):
                 return
 
     def _note(self, waited_s: float) -> None:
-        """Record what the first step is waiting for: on rank 0, whose events are shown, and on each rank that is not
+        """Record what is holding up the first step: on rank 0, whose events are shown, and on each rank that is not
         waiting for another rank."""
         self._note_s = math.inf
         place = whereabouts(self._main)

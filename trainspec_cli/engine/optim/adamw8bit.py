@@ -73,7 +73,7 @@ class Codebook:
         """Return (codes_RC of uint8, scales_RN). The code of a value is that of the nearest value in the map.
 
         With an unsigned map (for the second moment), values become 0 only in a block of zeros, because the first moment
-        is divided by the second one's root.
+        is divided by the square root of the second.
         """
         blocks_RNK = _blocks(values_RC)
         scales_RN = blocks_RNK.abs().amax(-1)

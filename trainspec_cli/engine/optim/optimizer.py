@@ -2,7 +2,7 @@
 update is skipped if anything is not finite.
 
 Both happen inside the fused kernel, through the two tensors that it accepts for mixed precision: `grad_scale` divides
-every gradient, and `found_inf` makes the update (and its step count) a no-op. So the host never has to wait.
+every gradient, and `found_inf` makes the update (and its step count) a no-op. The host therefore never has to wait.
 trainspec's optimizers (`whole.py`) accept the same two tensors.
 """
 

@@ -1,10 +1,11 @@
 """A user-defined optimizer (`optim.name=FILE.py:make`), extended with the functions that the engine needs: skipping or
 clipping entire updates, and saving and loading state in every layout.
 
-The engine passes this rank's part of each parameter to it, so it has to be elementwise: an element's update may depend
-only on the element, its gradient and its state. This property and the form of the state are tested on small tensors
-before the run begins (`try_out`). Most optimizers create their state in the first update, but a checkpoint may have to
-be loaded earlier. So the same entries are allocated here, with a flag that shows whether the optimizer uses them yet.
+The engine passes this rank's part of each parameter to it, so the optimizer has to be elementwise: an element's update
+may depend only on the element, its gradient and its state. This property and the form of the state are tested on small
+tensors before the run begins (`try_out`). Most optimizers create their state in the first update, but a checkpoint may
+have to be loaded earlier. The same entries are therefore allocated here, with a flag that shows whether the optimizer
+uses them yet.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def build_own_optimizer(
         return made
 
     device = shares[0].local.device if shares else torch.device("cpu")
-    # Update small tensors of each number of dimensions a few times, once complete and once split in two, because an
+    # Update small tensors of each number of dimensions a few times, once whole and once split in two, because an
     # optimizer that is not elementwise would train differently when sharded.
     forms = {}
     for dim in sorted({2} | {share.parameter.dim() for share in shares}):

@@ -3,7 +3,7 @@ every data-parallel layout: dp_shard=1 is plain DDP, dp_replicate=1 is plain FSD
 makes it possible to time, compress or replace the all-reduce. `comm.gradients` compresses both exchanges
 (`comm/compressed.py`). With NCCL they run on FSDP2's streams, and with gloo in a thread (`gradient_sums.py`). Gradients
 are sums, never means. The loss is divided by the global number of tokens before the backward pass, so the sum is exact
-for any division of samples over ranks.
+for any division of samples among ranks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def apply_data_parallel(
     if expert_shard is not None:
         for number, module in enumerate(experts):
             # FSDP2 pads only the first dimension, so an uneven number of experts is padded. If the experts cannot be
-            # divided evenly over the ranks but the rows of each expert can, these are divided.
+            # divided evenly among the ranks but the rows of each expert can, the rows are divided.
             even = [
                 all(parameter.shape[dim] % expert_shard.size() == 0 for parameter in module.parameters())
                 for dim in (0, 1)
@@ -293,7 +293,7 @@ def exchange_now(model: Any) -> None:
 
 
 def abandon_passes(model: Any) -> None:
-    """Reset FSDP2 to the beginning of a step after an error has interrupted passes, whose gradients are lost."""
+    """Reset FSDP2 to the beginning of a step after an error has interrupted its passes; their gradients are lost."""
     model.reset_iter_state()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
@@ -408,8 +408,8 @@ def _columns(parameter: Any, ranks: int) -> int:
 #
 # Each rank keeps the encoding error of the gradients that it sent (`comm/compressed.py`), which belongs to the rows of
 # one layout. The sum of these errors over the ranks is missing from the gradient sums and has the shape of the
-# gradients. So a rank's share of this sum can be moved to another layout like a moment. In the new layout, each rank
-# keeps the errors of its own row, which an exchange over shards does not encode.
+# gradients. A rank's share of this sum can therefore be moved to another layout like a moment. In the new layout, each
+# rank keeps the errors of its own row, which an exchange over shards does not encode.
 
 
 @dataclass(frozen=True)

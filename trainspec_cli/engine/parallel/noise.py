@@ -38,13 +38,14 @@ class SampleParts:
     """Number of samples in each micro-batch, over all ranks whose tokens this rank's experts get; empty without ep."""
 
     def weights(self, micro_batch: int | None) -> tuple[float, float]:
-        """Return the fraction of the step's samples that is in a micro-batch (None: in all micro-batches), as (for all
-        parameters except experts, for experts)."""
+        """Return the fraction of the step's samples that is in a micro-batch (None: in all micro-batches), as a pair
+        (for all parameters except experts, for experts)."""
         taken = slice(None) if micro_batch is None else slice(micro_batch, micro_batch + 1)
         return sum(self.own[taken]) / self.step_samples, sum(self.expert[taken]) / self.step_samples
 
     def count(self, *, every_micro_batch: bool) -> tuple[int, int]:
-        """Return the number of parts that contain samples, as (for this rank, for the ranks that share experts)."""
+        """Return the number of parts that contain samples, as a pair (on this rank, on the ranks that share
+        experts)."""
         both = (self.own, self.expert)
         first, second = (sum(map(bool, sizes)) if every_micro_batch else int(any(sizes)) for sizes in both)
         return first, second

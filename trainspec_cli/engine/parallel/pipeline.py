@@ -257,8 +257,8 @@ def update_balance(routers: Sequence[Any], peers: Peers) -> None:
 
 
 def neighbours(layout: Layout) -> list[tuple[int, int]]:
-    """Return the pairs of neighbouring pipeline ranks (lower, higher) in the order in which they are timed: starting
-    with every second pair, because these have no rank in common."""
+    """Return the pairs of neighbouring pipeline ranks (lower, higher) in the order in which they are timed: first every
+    second pair, because these have no rank in common."""
     pairs = [(rank, rank + 1) for rank in range(layout.pp - 1)]
     goes_round = 2 < layout.pp < layout.num_stages and layout.rank_of_stage(layout.pp) == 0
     return pairs[::2] + pairs[1::2] + ([(layout.pp - 1, 0)] if goes_round else [])

@@ -150,8 +150,8 @@ class Checkpoints:
             self._end(finished)
 
     def after_step(self, step: int, samples: int, *, writes: bool = True) -> None:
-        """Start a checkpoint if one is due and none is being written. `samples`: samples of all ranks so far. If
-        `writes` is false, another replica group writes it."""
+        """Start a checkpoint if one is due and none is being written. `samples`: number of samples that all ranks have
+        read so far. If `writes` is false, another replica group writes it."""
         if self._cadence.is_due(step) and self._due_since is None:
             self._due_since = step
         if not writes:
@@ -180,8 +180,7 @@ class Checkpoints:
         self._saver.kept_step = step
 
     def save_kept(self, step: int, samples: int) -> None:
-        """Start a checkpoint of `step`, which will be kept, unless it has already started. Called collectively by all
-        ranks."""
+        """Keep the checkpoint of `step`; start it now if it has not started yet. Called collectively by all ranks."""
         if self._saved_step == step:
             self.keep(step)
         else:
@@ -302,9 +301,9 @@ class Cadence:
         return due
 
     def learn(self, saved: Saved) -> CadenceEvent | None:
-        """Choose the interval for `auto`, based on how long the newest checkpoint blocked training and how long it took
-        to write, unless it failed. If it has changed, return the interval and the reasons for it. Called collectively
-        by all ranks; it is based on rank 0's measurements."""
+        """Choose the interval for `auto`, based on how long the newest checkpoint, unless it failed, blocked training
+        and how long it took to write. If it has changed, return the interval and the reasons for it. Called
+        collectively by all ranks; it is based on rank 0's measurements."""
         if not self._is_auto:
             return None
         own = None if saved.error or dist.get_rank() else to_plain(self._best(saved))

@@ -1,5 +1,4 @@
-"""The coordinator tells the trainer which replica groups take part in each step, and exchanges gradients between the
-groups.
+"""The coordinator determines which replica groups take part in each step, and exchanges gradients between the groups.
 
 An ordinary run is one replica group (`Coordinator`); `replica_groups.py` contains the coordinator of several. A plug-in
 can provide another coordinator for its kind of run (`COORDINATORS`).
@@ -28,7 +27,7 @@ from trainspec_cli.recipe.rules.check import parts_for
 @dataclass(frozen=True)
 class StepStart:
     progress: TrainProgress
-    """The run's progress at the start of the step, which has jumped ahead if the state was healed or restored."""
+    """The run's progress at the start of the step. It has jumped ahead if the state was healed or restored."""
     stop: bool = False
     """True if the run ends here, without another step."""
 
@@ -69,7 +68,7 @@ class Coordinator:
     waits_for_groups = False
     """True if each step waits for other replica groups, so that its results are on the host when it ends."""
     merges_at_end = False
-    """True if only `bring_together` produces the weights of the last step, so that they cannot be saved earlier."""
+    """True if only `bring_together` produces the weights of the last step, so they cannot be saved earlier."""
     leads = True
     """True if this replica group writes the run's log and its checkpoints."""
     finished_without = False

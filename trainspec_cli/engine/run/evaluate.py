@@ -149,8 +149,8 @@ class HeldoutWatch:
         return self._losses.last_step
 
     def recall(self, step: int, *, is_last: bool) -> None:
-        """Continue from the evaluations up to the checkpoint of `step`. If they ended the run early, it ends again: it
-        may have been killed before its end was recorded. `is_last`: the run ends at this step anyway."""
+        """Continue from the evaluations up to the checkpoint of `step`. If they ended the run early, end it again,
+        because it may have been killed before its end was recorded. `is_last`: the run ends at this step anyway."""
         read = (
             read_heldout_losses(self._run_dir) if dist.get_rank() == 0 else {}
         )  # rank 0 reads the events for all ranks

@@ -95,7 +95,7 @@ class PipelineRun:
         entering = self._inputs.pop(_place(action), None)
         if entering is not None:
             # At the end of a backward pass, FSDP2 makes the compute stream wait for the sums of the stage's gradients.
-            # A message sent after that would also wait, and with it all earlier stages.
+            # A message sent after that would also have to wait, and so would all earlier stages.
             entering.register_post_accumulate_grad_hook(lambda own: self._send(action, own.grad))
         if action.stage == self._last:
             leaving.backward()

@@ -100,7 +100,7 @@ class ReplicaGroups(Coordinator):
             self._taking_part = self._membership.agree(progress.step)
             if self._taking_part.healed:
                 progress = TrainProgress(self._taking_part.step, int(self._samples))
-                # The errors of this group's compressed gradients are lost; the other groups keep theirs.
+                # This group's compression errors are lost; the other groups keep theirs.
                 self._run.state.compression.clear()
                 if self._run.state.compression.feeds_back:
                     self._run.journal.write(WarningEvent(step=progress.step, message=HEALS_WITHOUT_LOST))

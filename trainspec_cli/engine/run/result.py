@@ -1,7 +1,8 @@
 """Determine how a run ended: done with finite results, stopped on request, or diverged.
 
 Steps whose loss or gradients are not finite update nothing; a few of them are harmless. A run is done if its last loss,
-held-out loss and weights are finite, and fewer than half of all steps were skipped in a row at its end.
+held-out loss and weights are finite, and the steps that were skipped in a row at its end are fewer than half of all
+steps.
 """
 
 from __future__ import annotations

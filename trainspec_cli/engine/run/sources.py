@@ -73,7 +73,7 @@ def open_source(run: TrainingRun, folder: str | None) -> DataSource:
 
 
 class TokenSource:
-    """Text stored as token shards; evaluated in bits per byte, in comparison with xz."""
+    """Text stored as token shards; evaluated in bits per byte, compared with xz."""
 
     def __init__(self, run: TrainingRun, collection: Collection):
         self.run = run

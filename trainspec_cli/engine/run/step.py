@@ -1,4 +1,4 @@
-"""Take one training step: forward and backward passes over the micro-batches, exchange over replica groups, commit,
+"""Take one training step: forward and backward passes over the micro-batches, exchange between replica groups, commit,
 update."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StepOutcome:
     steps_to_sample: Tensor
     """The number of steps until the links are next sampled; 0 if no rank has set it."""
     noise: Tensor
-    """(5,): the sums of `NoiseProbe` over all ranks, and the part of the full gradient's |g|^2 that comes from experts
+    """(5,): the sums of `NoiseProbe` over all ranks, and the part of the full gradient's |g|^2 that is due to experts
     spread over ep; zeros if the noise is not measured."""
     figures: Tensor
     """(ranks, F): the parts of each rank's report; F is 0 if there are none."""
@@ -149,8 +149,8 @@ def _update(state: TrainState, loss: Tensor, clip_norm: float | None, make_repor
 def compute_gradients(
     state: TrainState, micro_batches: Sequence[MicroBatch], global_tokens: int, parts: SampleParts | None = None
 ) -> Tensor:
-    """Compute the gradients of the global batch's mean loss, and return this rank's share of it. The ranks' shares sum
-    to the loss.
+    """Compute the gradients of the global batch's mean loss, and return this rank's share of that loss. The ranks'
+    shares sum to the loss.
 
     `parts`: set if the gradient noise is measured. Raises PassesOutOfMemory.
     """

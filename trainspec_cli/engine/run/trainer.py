@@ -269,8 +269,8 @@ class Trainer:
         return parts_of(samples.division, self.run.state.mesh, samples.group_samples, samples.step_samples)
 
     def _waiting_for_groups(self) -> AbstractContextManager[None]:
-        """Do not report a hang while this group waits for other replica groups or, for any amount of time, for other
-        runs."""
+        """Do not report a hang while this group waits for other replica groups. Waiting for other runs may take any
+        amount of time."""
         for_ever = self.coordinator.merges_at_end
         return self.watch.between_steps(for_ever=for_ever) if self.coordinator.waits_for_groups else nullcontext()
 

@@ -1,4 +1,4 @@
-"""Make the runs that `trainspec certify` evaluates: train plans on samples generated from the plan's seed.
+"""Perform the runs that `trainspec certify` evaluates: train plans on samples generated from the plan's seed.
 
 Each run writes gradients.stage*.npz (every parameter's full gradient in the first step or, for a run of the trainer, in
 the step after the last one), weights.stage*.npz (every full parameter after the last step) and result.json (losses,
@@ -193,8 +193,8 @@ def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Call
     dist.barrier()
 
 
-# Make runs for `trainspec certify` that use the trainer as in a launch. They change layouts (some changes fail or are
-# interrupted), and ranks run out of memory.
+# Perform runs for `trainspec certify` that use the trainer as a launch does. They change layouts (some changes fail or
+# are interrupted), and ranks run out of memory.
 #
 # The processes serve many runs, so they must not end. A kill is simulated by an exception on all ranks at the same
 # time, after which only the run folder remains. All ranks run out of memory in the same micro-batch. Then the run

@@ -54,8 +54,8 @@ EMPTY_STEPS = 12
 WARMUP_STEPS = 6
 """Number of initial steps, which allocate memory. Afterwards, the heap hardly grows."""
 REFERENCE_STEPS, CURVES_BETWEEN = 3, 4
-"""(steps, curves): each reference takes this many steps before every group of that many curves. So load that varies
-during the probe affects the references as it affects a run."""
+"""(steps, curves): each reference takes this many steps before every group of that many curves. That way, load that
+varies during the probe affects the references as it affects a run."""
 LONG_STEP_S = 1.0
 """A reference whose steps take longer than this, in seconds, runs only a few of them. That happens in formats that the
 processor does not support."""
@@ -161,8 +161,8 @@ class SmallRun:
         self.grown_bytes = own_bytes() - before_bytes
 
     def run(self, steps: int) -> None:
-        """Run some steps. The first step after a pause has cold caches and late peers. It does not count, unless it is
-        the only one because steps are long."""
+        """Run some steps. The first step after a pause has cold caches and late peers. It does not count, unless steps
+        are so long that it is the only one."""
         dist.barrier()
         if not self.is_long:
             self._step()
@@ -175,8 +175,8 @@ class SmallRun:
         train_step(self.state, [(self.tokens, self.tokens)], global_tokens=self.plan.tokens_per_step, clip_norm=1.0)
 
     def parts_s(self) -> dict[str, float]:
-        """Return the mean step time by part, without the slowest tenth of the steps, in which other programs
-        interfered."""
+        """Return the mean step time by part, excluding the slowest tenth of the steps, to reduce the effect of other
+        programs."""
         steps = sorted(self.steps, key=lambda parts: sum(parts.values()))
         kept = steps[: max(1, len(steps) * 9 // 10)]
         return {part: sum(step[part] for step in kept) / len(kept) for part in PARTS}

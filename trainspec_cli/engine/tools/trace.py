@@ -63,7 +63,7 @@ EXCHANGING_STATE = ("dp_shard", "dp_replicate", "expert_shard", "pp")
 class Ledger(TorchDispatchMode):
     """Records all memory, computation and communication in its context.
 
-    A storage counts with its current size, from the operation that creates it until it is freed, because FSDP2 frees
+    A storage is counted at its current size, from the operation that creates it until it is freed, because FSDP2 frees
     parameters by resizing their storages to zero. Each tensor is counted under exactly one cause: activations (saved by
     autograd), gathered (by FSDP2), collectives (exchanged by data parallelism and pipelines), the cause set with
     `name`, or otherwise temporaries.
@@ -79,10 +79,10 @@ class Ledger(TorchDispatchMode):
         self.by_cause: Counter[str] = Counter()
         self.peak_by_cause: Counter[str] = Counter()
         self.vocabulary: int | None = None
-        """Size of a rank's part of the vocabulary. If an operation returns a matrix with rows of this length, it
-        contains logits; with this number of rows, gradients of the embedding or the head."""
+        """Size of a rank's part of the vocabulary. A matrix returned by an operation contains logits if its rows have
+        this length, and gradients of the embedding or the head if it has this number of rows."""
         self.allocator = CachingAllocator(expandable=expandable_segments)
-        """The memory that PyTorch's allocator for CUDA devices would reserve for the same storages."""
+        """The memory that PyTorch's CUDA allocator would reserve for the same storages."""
         self._blocks: dict[int, MemoryBlock] = {}
         self._sizes: dict[int, int] = {}
         self._causes: dict[int, str] = {}
@@ -376,8 +376,9 @@ def fake_world(rank: int, world_size: int, backends: str = "fake") -> Iterator[N
 
 
 def even_out(part: Any) -> None:
-    """Assign the same number of tokens to every rank, because fake tokens have no values to route by. For the grouped
-    matmul, torch has shapes only for bf16, so a single matmul of all rows stands in, which has the same cost."""
+    """Assign the same number of tokens to every rank, because fake tokens have no values to route by. torch can infer
+    the shapes of a grouped matmul only for bf16, so it is replaced by a single matmul of all rows, which has the same
+    cost."""
     for module in part.modules():
         if isinstance(module, Experts):
             module.grouped_matmul = _GroupedProduct.multiply  # type: ignore[method-assign, assignment]

@@ -37,7 +37,7 @@ class NetworkTier:
     """A device's share of the tier's bandwidth, per direction, after oversubscription."""
     kind: str = "infiniband"
     latency_s: float | None = None
-    """Latency of a message that crosses the tier; None: the planner's default latency of a hop."""
+    """Latency of a message that crosses the tier; None: the planner's default hop latency."""
 
     def bytes_per_s(self, eff: Efficiency) -> float:
         return network_bytes_per_s(self.gbit_per_s, self.kind, eff)
@@ -61,7 +61,7 @@ class Fabric:
     """The network's tiers, innermost first; the last one reaches every device. If empty, the NICs reach every
     device."""
     link_latency_s: float | None = None
-    """Latency of a message inside a scale-up domain; None: the planner's default latency of a hop."""
+    """Latency of a message inside a scale-up domain; None: the planner's default hop latency."""
     name: str = ""
 
     @cached_property
@@ -130,7 +130,7 @@ class Group:
     @cached_property
     def spans(self) -> tuple[tuple[int, float | None], ...]:
         """Return, for each network tier that the group crosses, the number of elements of the tier below that it
-        connects, and the latency of a message through it (None: the planner's default latency of a hop)."""
+        connects, and the latency of a message through it (None: the planner's default hop latency)."""
         insides = (self.per_domain, *(tier.ranks for tier in self.outer))
         latencies = (self.nic_latency_s, *(tier.latency_s for tier in self.outer))
         joined = (-(-outside // inside) for inside, outside in pairwise((*insides, self.size)))
@@ -260,8 +260,8 @@ def reduce_scatter_s(group: Group, total_bytes: float, eff: Efficiency) -> float
     `total_bytes`. With gloo, each rank sends every other rank its part and sums what it receives
     (`engine/comm/exchange.py`).
 
-    A rank's connections within its domain are then faster and use its link first, so the time of the data that leaves
-    the domain is added (measured: `tests/bench/fabrics.py --all`)."""
+    A rank's connections within its domain are then faster and occupy its link first, so the time for the data that
+    leaves the domain is added (measured: `tests/bench/fabrics.py --all`)."""
     if not group.speaks_gloo or group.size <= 1 or total_bytes <= 0:
         return all_gather_s(group, total_bytes, eff)
     inside_s, *crossing_s = _tier_times_s(group, total_bytes, 1)
@@ -274,8 +274,8 @@ def all_reduce_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
 
 
 def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) -> float:
-    """Return the duration in seconds of an all-to-all: each rank sends `sent_bytes`, with `copies` copies of each
-    token, evenly to the group.
+    """Return the duration in seconds of an all-to-all in which each rank sends `sent_bytes`, with `copies` copies of
+    each token, spread evenly over the group.
 
     With several copies, a token is sent to a domain only once, however many of its experts are there, and is copied
     inside the domain (DeepEP, arXiv:2412.19437). Of d domains, it reaches (d-1) (1 - (1 - 1/d)^copies) others on
@@ -306,7 +306,7 @@ def _crossing_bytes(group: Group, sent_bytes: float, copies: int, ranks: int) ->
 
 def send_s(group: Group, message_bytes: float, eff: Efficiency) -> float:
     """Return the time in seconds to send `message_bytes` to a neighbour on the axis. The slowest tier between any two
-    neighbours determines it, because all others wait for them."""
+    neighbours determines this time, because all other ranks wait for those two."""
     if group.size <= 1:
         return 0.0
     near = group.link_bytes_per_s
@@ -547,8 +547,8 @@ def accelerator_of(machine: Machine | None) -> AcceleratorSpec:
 
 
 def cpu_of(machine: Machine) -> AcceleratorSpec:
-    """Return a CPU that has half of the cores for each of two processes: 0.47 TFLOP/s per core with AMX and 0.11
-    without, and 6 GB/s of memory bandwidth."""
+    """Return the half of this machine's CPU that each of two processes uses. A core is assumed to have 0.47 TFLOP/s
+    with AMX, 0.11 without, and 6 GB/s of memory bandwidth."""
     cores = max(1.0, machine.cpu_cores / 2)
     return AcceleratorSpec(
         name="CPU",

@@ -18,8 +18,8 @@ from trainspec_cli.recipe.keys.model import ModelSpec
 from trainspec_cli.recipe.records import choose_section, from_plain
 
 REFERENCE_W_PER_TFLOP = 0.7
-"""Board power per bf16 peak of the chip whose best matrix multiplication was measured (H100 SXM). With less power, the
-clock drops."""
+"""Ratio of board power to bf16 peak for the chip whose best matrix multiplication was measured (H100 SXM). With less
+power, the clock drops."""
 FRACTIONS = frozenset(
     {
         *("matmul", "attention_forward", "attention_backward", "memory", "cache_reuse"),
@@ -91,7 +91,7 @@ class Efficiency:
     ep_overlap_network: float = 0.503
     """Hidden fraction of the traffic to experts on other nodes, if the schedule overlaps it."""
     dp_overlap: float = 0.8
-    """Fraction of the backward (or forward) that can hide data-parallel traffic."""
+    """Fraction of the backward (or forward) pass that can hide data-parallel traffic."""
     pp_overlap: float = 0.471
     contention: float = 0.226
     """Slowdown of computation by concurrent traffic, as a fraction of the traffic's time."""

@@ -38,9 +38,9 @@ from trainspec_cli.recipe.results.plan import MemoryBreakdown
 # The estimate for an arbitrary framework, by cause and pipeline stage.
 #
 # Activations follow Korthikanti et al. 2022 (arXiv:2205.05198), recounted for fused attention and gated feed-forwards;
-# states follow ZeRO (arXiv:1910.02054). Known error: 5% on published peaks, mostly too high, because the reserve is
-# meant to prevent predictions that are more than 3% too low; up to 20% too high for frameworks with poorly documented
-# copies (InternEvo's ZeRO-3).
+# states follow ZeRO (arXiv:1910.02054). Known error: 5% on published peaks. Most predictions are too high, because the
+# reserve is meant to prevent predictions that are more than 3% too low. For frameworks with poorly documented copies
+# (InternEvo's ZeRO-3), predictions are up to 20% too high.
 
 
 CONTEXT_BYTES = 1.2 * GIB
@@ -52,8 +52,8 @@ FRAGMENTATION = 0.08
 allocator's rules to traces of the engine's steps (5% of all allocated memory;
 `planner/memory/caching_allocator.py`)."""
 RECOMPUTE_FRAGMENTATION = 0.17
-"""Additional fragmentation with recomputation, because its blocks differ in size from those of the first forwards: 22%
-of all memory in such traces, and 25% of activations in published tables of runs with full recomputation."""
+"""Additional fragmentation with recomputation, because its blocks differ in size from those of the first forward
+passes: 22% of all memory in such traces, and 25% of activations in published tables of runs with full recomputation."""
 STATES_FRAGMENTATION = 0.04
 """Fragmentation of parameters, gradients and optimizer states, which are allocated once and rounded up to full
 blocks."""
@@ -65,9 +65,9 @@ GROWN_RECOMPUTE_FRAGMENTATION = 0.05
 LOGIT_BYTES = 10.0
 """Bytes per logit: 2 in the compute format, 4 in the loss, 4 for its gradient before it is cast back."""
 LOGIT_BYTES_EAGER = 12.0
-"""Bytes per logit including the gradient after the cast back, which takes another 2."""
+"""Bytes per logit including the gradient after it is cast back, which takes another 2."""
 REUSE = 0.5
-"""Fraction of the memory freed by the backward that the optimizer's temporaries can reuse."""
+"""Fraction of the memory freed by the backward pass that the optimizer's temporaries can reuse."""
 RESERVE = 0.06
 """Reserve as a fraction of the total, because runs of the same configuration differ by about that much (published
 pairs: 2 to 15%). A prediction that is too low leads to running out of memory, while one that is too high only wastes a
@@ -120,7 +120,7 @@ def saved_of(work: Work, setup: Setup) -> float:
 
 
 def kept_of(works: tuple[Work, ...], setup: Setup) -> float:
-    """Return the bytes that a layer keeps for its backward. Full recomputation keeps only its input."""
+    """Return the bytes that a layer keeps for its backward pass. Full recomputation keeps only its input."""
     saved = sum(saved_of(work, setup) for work in works)
     again = setup.recompute
     if again.full:
@@ -188,7 +188,8 @@ def keeps_unsharded(setup: Setup) -> bool:
 
 
 def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) -> tuple[float, float, float]:
-    """Return the bytes of (parameters, gradients, optimizer) between steps, for parameters sharded over `shards` ranks.
+    """Return the sizes in bytes of (parameters, gradients, optimizer state) between steps, for parameters sharded over
+    `shards` ranks.
 
     `ends`: whether these are the embedding and the head, which are not quantised.
     """
@@ -220,8 +221,8 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
 
 
 def gathered_bytes(layer: LayerMemory, layers: int, outside: float, setup: Setup) -> float:
-    """Return the bytes of ZeRO-3's unsharded tensors: two layers' parameters, one layer's gradients, and the embedding
-    and head."""
+    """Return the size in bytes of ZeRO-3's unsharded tensors: two layers' parameters, one layer's gradients, and the
+    embedding and head."""
     params = layer.params + layer.expert_params
     if setup.lora.is_quantised:  # roughly the largest matrix: 2 bytes per value, plus 6 for temporaries
         return 2.0 * params + (2.0 * outside if sharding_stage(setup) == 3 else 0.0)
@@ -256,7 +257,7 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory) -> M
     kept = (layers * layer.kept_bytes + sent) * held
     activations = kept + max(0.0, layer.working_bytes - layer.kept_bytes - logits)
 
-    # Memory needed by the optimizer step beyond what the backward has freed.
+    # Memory needed by the optimizer step beyond what the backward pass has freed.
     stepping = (layers * layer.params + outside) / shards + layers * layer.expert_params / layout.expert_shards
     stepping *= setup.trainable
     freed = REUSE * (activations + logits + gathered)
@@ -323,8 +324,9 @@ def with_overhead(
 
 
 def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float:
-    """Return the bytes of a rank's error feedback (the accumulated rounding error of compressed gradients). It covers
-    the unsharded gradients if they are summed over shards, and the rank's shard if it is summed over replicas."""
+    """Return the size in bytes of a rank's error feedback (the accumulated rounding error of compressed gradients). It
+    covers the unsharded gradients if they are summed over shards, and the rank's shard if it is summed over
+    replicas."""
     if not {wire.gradients, wire.across_nodes} & {"int8", "int4"}:
         return 0.0
     whole = count_params(model) / (layout.tp * layout.pp)
@@ -454,8 +456,8 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
     )
 
 
-# The probability that a layout fits, based on the error of the memory model, and the expected step time, which takes it
-# into account.
+# The probability that a layout fits (based on the error of the memory model), and the expected step time, which takes
+# this probability into account.
 #
 # On published runs, the ratio of the measured to the predicted peak is approximately log-normal (`trainspec backtest`,
 # 135 measured peaks of 3 sources; checked by tests/planner/validation/test_backtest.py). The error of a run from
@@ -466,7 +468,7 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
 #     P = Phi((ln(L / M) - m) / s)
 #
 # A layout that does not fit costs a failed start. The run then continues with less memory: with recomputation, which is
-# one more forward, or in another layout that is slower by about the same amount. The expected step time is
+# one more forward pass, or in another layout that is slower by about the same amount. The expected step time is
 #
 #     E = t + (1 - P) (t / 3 + start / steps)
 
@@ -476,8 +478,8 @@ LOG_BIAS = -0.038
 LOG_DEVIATION = 0.043
 """The deviation s: 0.037 within a source, 0.021 between sources."""
 RELIEF = 1 / 3
-"""Relative slowdown of a step by recomputation, which adds one forward to a forward and a backward that takes twice as
-long."""
+"""Relative slowdown of a step by recomputation, which adds one forward pass. The backward pass takes twice as long as
+the forward pass."""
 SURELY = 0.999
 """A layout with at least this probability is considered certain to fit."""
 

@@ -387,7 +387,7 @@ def compare_pools(spec: RunSpec, capacity: CapacityPlan) -> PoolsPlan:
     fewer = [[place] for place in every]
     if len(pools) > 2:
         fewer = [*([place for place in every if place != left] for left in every), *fewer]
-    # The best plan for each way to divide the work over all pools; the better one comes first.
+    # The best plan for each way to divide the work among all pools; the better one comes first.
     best: dict[str, Candidate | None] = {}
     for candidate in capacity.candidates:
         if candidate.fits:
@@ -417,7 +417,7 @@ def advise_pools(spec: RunSpec, compared: PoolsPlan) -> Iterator[str]:
 
 
 def division_of(candidate: Candidate) -> str:
-    """Return what a candidate divides over the pools: the `samples` of a step, or the model's `layers`."""
+    """Return what a candidate divides among the pools: the `samples` of a step, or the model's `layers`."""
     return "layers" if candidate.pipelines_cross_pools else "samples"
 
 

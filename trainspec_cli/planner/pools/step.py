@@ -237,8 +237,8 @@ class Stopwatch:
         return timed(setups, placement, groups, samples)
 
     def bound_s(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """Return a lower bound on the step time over all layer splits. It includes waiting only while pipelines fill
-        and drain and, of the exchanges, only those within a micro-batch."""
+        """Return a lower bound on the step time over all layer splits. Of the waiting, it includes only that while
+        pipelines fill and drain; of the exchanges, only those within a micro-batch."""
         least = self._least_through_pools if placement.order else self._least_over_pools
         return least(setups, placement, samples) * (1 + waiting_share(setups[0], self._eff))
 
@@ -343,7 +343,7 @@ class Stopwatch:
         )
 
     def divide(self, setups: Setups, placement: Placement, samples: int) -> Division:
-        """Return how the live scheduler would divide a step's samples over data-parallel ranks at the planned speeds,
+        """Return how the live scheduler would divide a step's samples among data-parallel ranks at the planned speeds,
         in micro-batches no larger than the layout's."""
         size = int(setups[0].micro_batch_size)
         keeps = setups[0].model.unit == "samples"

@@ -152,7 +152,7 @@ def expect_goodput(
 ) -> Goodput | None:
     """Simulate the run SEEDS times with one recovery mode; return the median and the middle 90%.
 
-    None if no work is kept in more than one of twenty simulations.
+    None if the run keeps none of its work in more than 5% of the simulations.
     """
     planes = spec.cluster.fabric.planes
     every = spec.cluster.reliability
@@ -235,7 +235,7 @@ def checkpoint_bytes(spec: RunSpec, params: int) -> float:
 def checkpoint_times(spec: RunSpec, plan: CapacityPlan, size_bytes: float | None = None) -> tuple[float, float]:
     """Return (seconds that training waits for a checkpoint, seconds until it is complete on disk). Training waits until
     the checkpoint is written or, with `checkpoint.mode=async`, copied to host memory. Reading takes as long as writing.
-    Writing is divided over all nodes, and copying over all devices."""
+    Writing is divided among all nodes, and copying among all devices."""
     size = size_bytes or checkpoint_bytes(spec, plan.params)
     cluster = spec.cluster
     written_s = size / (cluster.num_nodes * cluster.storage_gb_per_s * 1e9)

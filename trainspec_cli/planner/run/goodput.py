@@ -286,7 +286,7 @@ class _Progress:
 
 
 Change = Literal["lost", "left", "returned"]
-"""What can happen to a group: it loses a node, it is absent until the node is replaced, or it takes steps again."""
+"""What can happen to a group: it loses a node, it is absent until the node is replaced, or it resumes training."""
 PATIENCE = 10**6
 """Allowed restarts per hour, effectively unlimited. The forecast is about how long the work takes, so it assumes that a
 run that reaches the recipe's limit is started again."""

@@ -237,7 +237,7 @@ ABOUT = 1.1
 Predictions cannot rank layouts more finely. Among published runs that differ only in layout, the spread of ln(predicted
 / measured) is 0.06 within the sweeps used to fit the constants (118 runs, most of them from bigscience). It is 0.15
 within the sweeps of vTrain (109 runs, arXiv:2312.12391), which were not used for any fit. Among pairs predicted to
-differ by less than 10%, the prediction identified the faster one in 68%."""
+differ by less than 10%, the prediction identified the faster one 68% of the time."""
 NEAR = 1.05
 """Among layouts of the same complexity, the one with the fewest stages is chosen if its step takes at most this many
 times as long."""

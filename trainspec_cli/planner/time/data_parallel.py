@@ -92,13 +92,13 @@ class DataParallelExchange:
     """The data-parallel exchanges of a step, in seconds, without any overlap."""
 
     forward_s: float
-    """Time to gather parameters during a micro-batch's forward."""
+    """Time to gather parameters during a micro-batch's forward pass."""
     backward_s: float
-    """Time to gather them again and to reduce gradients during the backward."""
+    """Time to gather them again and to reduce gradients during the backward pass."""
     times: int = 1
     """Number of micro-batches with an exchange: all of them with ZeRO-3, otherwise one."""
     across_s: float = 0.0
-    """Time to reduce over replicas, once per step, which overlaps with half of a backward."""
+    """Time to reduce over replicas, once per step, which overlaps with half of a backward pass."""
     waited_s: float = 0.0
     """Time per step during which the device has no work queued, because the host adds gradients (`offload`)."""
 

@@ -97,14 +97,14 @@ class FsdpUnit:
     """Number of parameters on the rank with the largest part."""
     forward_s: float = 0.0
     backward_s: float = 0.0
-    """Includes recomputation. If the schedule splits the backward, this covers only the input gradients."""
+    """Includes recomputation. If the schedule splits the backward pass, this covers only the input gradients."""
     weights_s: float = 0.0
-    """Time for the weight gradients, if the schedule splits the backward."""
+    """Time for the weight gradients, if the schedule splits the backward pass."""
     forward_waits_s: float = 0.0
     """Time of exposed exchanges inside the layer (tp, cp, ep)."""
     backward_waits_s: float = 0.0
     early_s: float = 0.0
-    """The backward's time, including exchanges, before the block's experts need their parameters."""
+    """Time of the backward pass, including exchanges, before the block's experts need their parameters."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ class EngineStep:
         return axis_groups(self.setup.group_layout, self.setup.fabric, self.eff)
 
     def _unit(self, unit: Unit, group: str = "dp_shard") -> FsdpUnit:
-        """`unit`: its rows are divided over the shards, and padded if they do not divide evenly."""
+        """`unit`: its rows are divided among the shards, and padded if they do not divide evenly."""
         setup = self.setup
         shard = self._inside[group]
         reduce_bytes = setup.software.reduce_bytes
@@ -362,7 +362,8 @@ class EngineStep:
         again_s, again_waits_s = self._repeated(experts)
         waits_b = (inner.backward_waits_s - again_waits_s) / 2
         repeats = again_s > 0
-        # A repeated forward sends the tokens first; otherwise, the backward starts with the gradients of the results.
+        # A repeated forward pass sends the tokens first; otherwise, the backward pass starts with the gradients of the
+        # results.
         early_again_s = sum(self._repeated(LayersPart.total(others))) if repeats else 0.0
         repeated_f = (send_f + waits_f) * repeats
         return (
@@ -390,7 +391,8 @@ class EngineStep:
         return Recompute(elementwise=1.0, layers=again.layers) if again == RECOMPUTE["selective"] else again
 
     def _repeated(self, part: LayersPart) -> tuple[float, float]:
-        """Return the seconds of forward work and of exchanges that the backward of these layers repeats."""
+        """Return the time, in seconds, of the forward work and of the exchanges that are repeated in these layers'
+        backward pass."""
         work_s = recompute_part_s(replace(part, tp=0.0, tp_again=0.0, cp=0.0, cp_again=0.0, ep=0.0), self._again)
         work_s -= self._again.full * self._again.layers * part.unrepeated
         waits_s = part.tp + part.tp_again + part.cp + part.cp_again + part.ep
@@ -398,7 +400,7 @@ class EngineStep:
 
     def _with_work(self, unit: FsdpUnit, part: LayersPart) -> FsdpUnit:
         again_s, again_waits_s = self._repeated(part)
-        # A split backward computes the input gradients first.
+        # A split backward pass computes the input gradients first.
         weights_s = part.matmul_b / 2 if self.setup.layout.splits_backward else 0.0
         return replace(
             unit,
@@ -429,12 +431,12 @@ class EngineStep:
                 outside = outside.plus(self.once.embedding)
                 first = self.once.embedding
                 summed_s = PASSES["tp"] * first.tp
-                again_s = summed_s / 2 if layout.sequence_parallel else 0.0  # gathered in the backward
+                again_s = summed_s / 2 if layout.sequence_parallel else 0.0  # gathered in the backward pass
                 before_s = (first.forward + summed_s - again_s, first.backward + again_s)
             if number == layout.num_stages - 1:
                 head = self.once.head
                 outside = outside.plus(head)
-                # The loss computes its gradients in the forward (`engine/models/cross_entropy.py`).
+                # The loss computes its gradients in the forward pass (`engine/models/cross_entropy.py`).
                 after_s = (head.forward + head.backward + PASSES["tp"] * head.tp, 0.0)
             stages[number] = Stage(
                 tuple(blocks[self.once.kind_of(layer)] for layer in layers[number]),
@@ -467,9 +469,9 @@ class EngineStep:
 
     def _late_sums_s(self, rank: int, part: LayersPart) -> tuple[float, float]:
         """Return the times in seconds of copies and of exchanges for gradients that are summed only once per step,
-        after the passes. These are the gradients of experts that all tp ranks hold, those of a tied embedding, which
-        are summed between the first and the last stage, and with sequence parallelism those of norms and routers, of
-        which only the kernels take time."""
+        after the passes. These are the gradients of experts that all tp ranks hold; those of a tied embedding, which
+        are summed between the first and the last stage; and, with sequence parallelism, those of norms and routers,
+        where only the kernels take time."""
         layout = self.setup.layout
         model = self.setup.model
         exchange_s = copies_s = 0.0

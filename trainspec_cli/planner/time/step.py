@@ -54,8 +54,8 @@ conversion to fp32, scaling, clamping, rounding and padding. Each matrix multipl
 output gradients are cast twice."""
 EAGER_CAST_KERNELS = 13
 REARRANGED_BYTES = 2.0
-"""Memory traffic per value of a copy in fp8 that changes the memory order: in the backward, the kernel needs weights
-and inputs in column order."""
+"""Memory traffic per value of a copy in fp8 that changes the memory order: in the backward pass, the kernel needs
+weights and inputs in column order."""
 APART_BYTES = 10.0
 """Memory traffic per weight of a separate kernel that reads a 2-byte gradient and adds it to a 4-byte sum, which is
 read and written."""
@@ -163,8 +163,8 @@ def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency, *, convolves: bool = False
 
 def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tuple[float, float]:
     """Return the times in seconds of (forward, backward). Fused: the FLOPs of the causal half, and 2.5 times as many in
-    the backward (FlashAttention-2, arXiv:2307.08691). Unfused: the full square, with the score matrix passing through
-    memory six times in the forward and eight times in the backward."""
+    the backward pass (FlashAttention-2, arXiv:2307.08691). Unfused: the full square, with the score matrix passing
+    through memory six times in the forward pass and eight times in the backward pass."""
     if not work.attention_flops:
         return 0.0, 0.0
     if setup.software.fused_attention:
@@ -191,20 +191,21 @@ class LayersPart:
     memory_f: float = 0.0
     memory_b: float = 0.0
     kernels: float = 0.0
-    """Number of kernels launched in the forward."""
+    """Number of kernels launched in the forward pass."""
     experts: float = 0.0
     tp: float = 0.0
-    """Exposed communication inside layers in the forward; the same holds for cp and ep. A full micro-batch takes
+    """Exposed communication inside layers in the forward pass; the same holds for cp and ep. A full micro-batch takes
     `PASSES` times as long."""
     cp: float = 0.0
     ep: float = 0.0
     params: float = 0.0
     expert_params: float = 0.0
     tp_again: float = 0.0
-    """Exposed communication of a repeated forward in addition to `tp`, and `cp_again` in addition to `cp`."""
+    """Exposed communication of a repeated forward pass in addition to `tp`, and `cp_again` in addition to `cp`."""
     cp_again: float = 0.0
     unrepeated: float = 0.0
-    """Time of a block's last product, which full recomputation leaves out, because no backward needs its result."""
+    """Time of a block's last product, which full recomputation leaves out, because the backward pass does not need its
+    result."""
 
     def plus(self, other: LayersPart, times: float = 1.0) -> LayersPart:
         return LayersPart(
@@ -241,9 +242,9 @@ class LayersPart:
 
 
 PASSES = {"tp": 2, "cp": 3, "ep": 2}
-"""Number of times that a micro-batch performs the forward's exchange in each layer. The backward repeats it once or,
-with context parallelism, twice: to gather keys and values again and to reduce their gradients. For trainspec's engine,
-`LayersPart` has the mean duration of these exchanges."""
+"""Number of times that a micro-batch performs the forward pass's exchange in each layer. The backward pass repeats it
+once or, with context parallelism, twice: to gather keys and values again and to reduce their gradients. For trainspec's
+engine, `LayersPart` has the mean duration of these exchanges."""
 
 
 def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> LayersPart:
@@ -335,8 +336,8 @@ def kernels_s(kernels: KernelCounts, rates: Rates, eff: Efficiency) -> float:
 def _casts_s(
     work: Work, counted: Sequence[Gemm] | None, slow: float, setup: Setup, rates: Rates, eff: Efficiency
 ) -> tuple[float, float, float]:
-    """Return the time to cast operands in the forward and in the backward, in seconds, and the number of kernels that
-    do so. `counted`: the engine's own matrix multiplications, if its operations are counted."""
+    """Return the time to cast operands in the forward and in the backward pass, in seconds, and the number of kernels
+    that do so. `counted`: the engine's own matrix multiplications, if its operations are counted."""
     # Inputs of matrix multiplications in 8 bits or fewer are scaled and cast: 2 bytes are read, and two copies written
     # (one transposed).
     casts = 0.0
@@ -368,8 +369,8 @@ def _casts_s(
 def _exchanges_s(
     work: Work, slow: float, setup: Setup, groups: dict[str, Group], eff: Efficiency
 ) -> tuple[float, float, float]:
-    """Return the exposed exchanges of a layer along tp, cp and ep in the forward, in seconds, for frameworks that hide
-    fitted parts of them."""
+    """Return the time, in seconds, of a layer's exposed exchanges along tp, cp and ep in the forward pass, for
+    frameworks where the hidden fraction is fitted."""
     software = setup.software
     copies = work.expert_copies if software.grouped_experts else 1
     first = 1 / setup.layout.tp  # a ring's first chunk, before any matrix multiplication can start
@@ -443,7 +444,8 @@ def _engine_exchanges_s(
 
 
 def recompute_part_s(part: LayersPart, again: Recompute) -> float:
-    """Return the time of the forward work recomputed in the backward, with its communication if it includes matmuls."""
+    """Return the time of the forward work recomputed in the backward pass, with its communication if it includes
+    matmuls."""
     work = again.matmul * part.matmul_f + again.attention * part.attention_f + again.elementwise * part.memory_f
     if again.full:
         work += part.tp + part.tp_again + part.cp + part.cp_again + part.ep
@@ -534,8 +536,8 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     order = list(map(places.__getitem__, map(id, layers)))
     works = [embedding_work(model, setup.tokens, layout), head_work(model, setup.tokens, layout)]
     if setup.software.counted:
-        # The embedding is summed only in the forward, and the gradient of the head's input only in the backward. The
-        # fitted factors of other frameworks include both in the head.
+        # The embedding is summed only in the forward pass, and the gradient of the head's input only in the backward
+        # pass. The fitted factors of other frameworks include both in the head.
         works = [work and replace(work, tp_exchanges=0.5) for work in works]
     embedding, head = (part_of(work, setup, rates, groups, eff) for work in works)
     if setup.software.counted and setup.trainable >= 1.0 and model.unit == "tokens":
@@ -562,8 +564,8 @@ def count_kernels(works: Sequence[Work], layer: Layer, setup: Setup) -> tuple[Wo
 
 
 def head_gradient_s(setup: Setup, rates: Rates, eff: Efficiency) -> float:
-    """Return the seconds per micro-batch where trainspec's loss casts, adds, and scales the head's gradient in fp32
-    (`engine/models/cross_entropy.py`)."""
+    """Return the time, in seconds per micro-batch, in which trainspec's loss casts, adds and scales the head's gradient
+    in fp32 (`engine/models/cross_entropy.py`)."""
     model = cast("TextModel", setup.model)
     rows = model.vocab_size // setup.layout.tp
     width = rates.element_bytes
@@ -579,8 +581,8 @@ def head_gradient_s(setup: Setup, rates: Rates, eff: Efficiency) -> float:
 
 
 def runs_eagerly(setup: Setup) -> bool:
-    """Return whether the step can be counted: trainspec's engine with eager blocks on GPUs, where all parameters are
-    trained."""
+    """Return whether the step can be counted, which requires trainspec's engine with eager blocks on GPUs and all
+    parameters trainable."""
     software = setup.software
     elsewhere = setup.tabled or setup.offload_optimizer or setup.fabric.speaks_gloo
     return software.counted and not (software.fused_kernels or elsewhere) and setup.trainable >= 1.0
@@ -722,7 +724,7 @@ def host_wait_s(part: LayersPart, device_s: float, setup: Setup, eff: Efficiency
     if setup.software.graphs:
         return 0.0
     kernels = part.kernels + (0 if setup.software.grouped_experts else 6 * part.experts)
-    # The backward launches about two kernels for each kernel of the forward.
+    # The backward pass launches about two kernels for each kernel of the forward pass.
     launches = kernels * (3.0 + setup.recompute.matmul * setup.recompute.layers)
     if setup.software.fused_kernels:
         launches *= 0.7

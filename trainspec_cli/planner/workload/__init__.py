@@ -39,7 +39,7 @@ class Core(NamedTuple):
     """The fused attention of a layer."""
 
     flops: float
-    """FLOPs of the forward."""
+    """FLOPs of the forward pass."""
     head_dim: float
     kernels: int
 
@@ -54,14 +54,14 @@ class Work:
 
     gemms: tuple[Gemm, ...] = ()
     attention_flops: float = 0.0
-    """FLOPs of the forward, counting only the causal half (or the window)."""
+    """FLOPs of the forward pass, counting only the causal half (or the window)."""
     attention_head_dim: float = 128.0
     score_bytes: float = 0.0
     """Size of the score matrix if it were materialised with 2 bytes per value."""
     pass_bytes: float = 0.0
-    """Memory traffic of the element-wise kernels in the forward."""
+    """Memory traffic of the element-wise kernels in the forward pass."""
     loss_bytes: float = 0.0
-    """Memory traffic of the loss over the vocabulary in the forward."""
+    """Memory traffic of the loss over the vocabulary in the forward pass."""
     eager_bytes: float = 0.0
     """Additional traffic if operations that one fused kernel could combine (norms, rotations and gates) run in separate
     kernels."""
@@ -74,12 +74,12 @@ class Work:
     tensor_bytes: float = 1e9
     """Size of one activation passed between kernels, which determines whether it stays in the cache."""
     kernels: int = 0
-    """Number of kernels that an eager framework launches in the forward."""
+    """Number of kernels that an eager framework launches in the forward pass."""
     serial_kernels: int = 0
     """Number of small kernels that run one after another at any batch size, so that only their latency counts."""
     tp_bytes: float = 0.0
-    """Bytes of one tensor-parallel exchange (a full activation). The forward has `tp_exchanges` of these, and so has
-    the backward."""
+    """Bytes of one tensor-parallel exchange (a full activation). The forward pass has `tp_exchanges` of these, and so
+    has the backward pass."""
     tp_exchanges: float = 0
     tp_delayed: tuple[Gemm, ...] = ()
     """Matrix multiplications whose weight gradients trainspec's engine computes while it exchanges the gradient of a
@@ -88,8 +88,8 @@ class Work:
     """Matrix multiplications whose weight gradients hide the exchange of the output's gradient; they belong to the next
     region."""
     tp_last: bool = False
-    """True if a recomputed forward ends before the output is exchanged, because the backward does not need the
-    result."""
+    """True if a recomputed forward pass ends before the output is exchanged, because the backward pass does not need
+    the result."""
     cp_query_bytes: float = 0.0
     """Size of this rank's queries; its attention output has the same size."""
     cp_bytes: float = 0.0
@@ -104,7 +104,7 @@ class Work:
     """Number of parameters on this rank, without those of routed experts."""
     expert_params: float = 0.0
     saved_bytes: float = 0.0
-    """Bytes of activations kept for the backward."""
+    """Bytes of activations kept for the backward pass."""
     saved_gemm_bytes: float = 0.0
     """The part of `saved_bytes` that only matmuls read. It is kept in 8 bits if the matmuls run in 8 bits."""
     saved_eager_bytes: float = 0.0
@@ -115,14 +115,14 @@ class Work:
     leaf: bool = False
     """True if its input is data, which needs no gradient."""
     frozen: bool = False
-    """True if it has no backward, because neither this part nor anything before it is trained."""
+    """True if it has no backward pass, because neither this part nor anything before it is trained."""
 
     convolves: bool = False
     """True if its matrix multiplications are convolutions, whose kernels reach different rates."""
 
     @property
     def flops(self) -> float:
-        """FLOPs of the forward."""
+        """FLOPs of the forward pass."""
         return sum(gemm.flops for gemm in self.gemms) + self.attention_flops
 
     @property
@@ -154,17 +154,17 @@ Kinds = tuple[tuple[int, tuple[Work, ...]], ...]
 WHOLE = LoraSpec()
 CHUNK_BYTES = (6, 8, 8, 6, 4)
 """Memory traffic per logit of each kernel of trainspec's loss (`engine/models/cross_entropy.py`): a cast to fp32,
-softmax and its exponential, a copy in the compute format, and a mask; its backward only scales the gradients."""
+softmax and its exponential, a copy in the compute format, and a mask; its backward pass only scales the gradients."""
 CHUNK_KERNELS = 13
-"""Its kernels per chunk for one number per token."""
+"""Number of its kernels per chunk that process one number per token."""
 CUT_CHUNK_BYTES = (6, 4, 8, 8, 4, 8, 6, 4)
-"""The same along a cut vocabulary (`engine/parallel/context.py`), where maximum and sum are separate passes."""
+"""The same with a sharded vocabulary (`engine/parallel/context.py`), where maximum and sum are separate passes."""
 CUT_CHUNK_KERNELS = 22
 CUT_WORDS_KERNELS = 5
 """Kernels that select the words of a rank's part of the vocabulary."""
 LOSS_BYTES = 12.0
-"""Memory traffic per logit of softmax and loss in the forward: a 2-byte value is written and read, and a 4-byte value
-is kept and read."""
+"""Memory traffic per logit of softmax and loss in the forward pass: a 2-byte value is written and read, and a 4-byte
+value is kept and read."""
 
 
 class FamilyWork(Protocol):
@@ -233,7 +233,7 @@ def embedding_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | No
     split = layout.tp if layout.sequence_parallel else 1
     looked_up = 2.0 * tokens * model.hidden_size
     table_bytes = 2.0 * model.vocab_size * model.hidden_size / layout.tp
-    # With a cut vocabulary, the words of other ranks become zeros. The gradient has the size of the table.
+    # With a sharded vocabulary, the words of other ranks become zeros. The gradient has the size of the table.
     cut = [2 * looked_up] if layout.tp > 1 else []
     forward = Counter([2 * looked_up, *cut, *len(cut) * CUT_WORDS_KERNELS * [0.0]])
     return Work(
@@ -267,7 +267,7 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
         pass_bytes=tokens * 8.0 * hidden / split,
         loss_bytes=tokens * LOSS_BYTES * vocab,
         counted_gemms=(Gemm(tokens / groups, vocab, hidden, wide=False),) * groups,
-        # Norm; and in the backward, the gradient of the hidden states scaled.
+        # The norm and, in the backward pass, the scaled gradient of the hidden states.
         counted_kernels=(forward, Counter([6.0 * tokens * hidden / split, 4.0 * tokens * hidden])),
         kernels=12,
         tp_bytes=2.0 * tokens * hidden,
@@ -315,9 +315,9 @@ def _feed_forward(model: DecoderModel, is_expert_layer: bool, tp: int) -> dict[s
 
 
 def quantised_bytes(rows: int, columns: int, tp: int = 1) -> float:
-    """Return the bytes of a rank's part of a matrix in 4-bit NormalFloat with double quantisation (arXiv:2305.14314,
-    section 3): 4 bits per weight and 8 per block scale. The full matrix has an additional 32 bits per 256 scales, and
-    32 for their mean."""
+    """Return the size in bytes of a rank's part of a matrix in 4-bit NormalFloat with double quantisation
+    (arXiv:2305.14314, section 3): 4 bits per weight and 8 per block scale. The full matrix has an additional 32 bits
+    per 256 scales, and 32 for their mean."""
     blocks = rows * math.ceil(columns / NF4_BLOCK)
     return rows * columns / 2 + blocks + 4.0 * (math.ceil(tp * blocks / NF4_SCALE_BLOCK) + 1)
 

@@ -157,7 +157,8 @@ def count_params(model: ConvModel, *, active: bool = False) -> int:
 
 
 def flops_per_token(model: ConvModel, _seq_len: int) -> float:
-    """Return the FLOPs of one sample's forward, plus twice that for the backward; a multiply-add counts as two."""
+    """Return the FLOPs of one sample's forward pass, plus twice that for the backward pass; a multiply-add counts as
+    two."""
     return 3.0 * sum(conv.flops for conv in convolutions(model))
 
 

@@ -11,7 +11,8 @@ WIDTHS_OF_NORMS = 5
 
 
 def layer_params(model: OwnModel) -> int:
-    """Return the parameter count of a block. It is 0 if the recipe does not specify it yet, which the rules reject."""
+    """Return the parameter count of a block. It is 0 if the recipe does not specify it yet; the rules reject such a
+    recipe."""
     return model.block_params or 0
 
 

@@ -59,8 +59,8 @@ def count_params(model: HybridModel, *, active: bool = False) -> int:
 
 
 def flops_per_token(model: HybridModel, seq_len: int) -> float:
-    """Return the FLOPs per token: 6 per matmul parameter, attention over the causal half, and the scan (its forward,
-    plus twice that for the backward)."""
+    """Return the FLOPs per token: 6 per matmul parameter, attention over the causal half, and the scan (its forward
+    pass, plus twice that for the backward pass)."""
     weights = layer_params(model, active=True) + model.vocab_size * model.hidden_size
     return 6.0 * weights + mixing_flops_per_token(model, seq_len)
 

@@ -121,8 +121,8 @@ def attention_gemms(model: DecoderModel, tokens: float, tp: int, *, separate: bo
 def attention_core(model: DecoderModel, tokens: float, seq_len: int, layout: Layout, window: int | None) -> Core:
     """Return the attention of trainspec's engine, whose heads have one size (`engine/models/attention.py`).
 
-    With a window, the first tokens are attended to alone. Each later block of them attends to its own keys and those of
-    the block before, all of which its kernel multiplies."""
+    With a window, the first block of tokens attends only to itself. Each later block attends to its own keys and those
+    of the previous block, all of which its kernel multiplies."""
     mla = model.mla
     width = (
         model.head_dim + model.attention_sinks * SINK_DIMS

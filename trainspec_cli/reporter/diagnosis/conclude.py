@@ -97,10 +97,10 @@ def _explain_common(evidence: RunEvidence, episode: Episode, common_s: Figures) 
         why = f"processes wait {milliseconds(rise('memory_stall_s'))} per step for memory"
         return replace(found, cause="memory_pressure", evidence=(*found.evidence, why))
     if rise("allocator_retries") >= RETRIES:
-        why = f"allocators release their cache {rise('allocator_retries'):.1f} more times in a step"
+        why = f"allocators release their cache {rise('allocator_retries'):.1f} more times per step"
         return replace(found, cause="memory_pressure", evidence=(*found.evidence, why))
     if rise("queued_s") + np.nan_to_num(rise("steal_s")) > EXPLAINS * excess_s:
-        why = f"they wait {milliseconds(rise('queued_s'))} more of each step for a processor that other processes use"
+        why = f"they wait {milliseconds(rise('queued_s'))} longer per step for processors that other processes use"
         return replace(found, evidence=(*found.evidence, why))
     return replace(found, confidence=round(found.confidence / 2, 2))
 
@@ -157,7 +157,7 @@ def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figur
     found = [(rank, one) for rank, one in found if lasts(evidence, times, rank, [e for r, e in found if r == rank])]
     verdicts = []
     for rank, episode in found:
-        text = f"rank {rank} {what} for {milliseconds(episode.excess)} of a step"
+        text = f"rank {rank} {what} for {milliseconds(episode.excess)} per step"
         verdicts.append(verdict_of(evidence, episode, cause, text, rank=rank))
     # If most ranks waste time in the same way, report it only once: a list of all ranks would hide other verdicts.
     if len({rank for rank, _ in found}) > max(1, MOST_RANKS * evidence.ranks):
@@ -168,8 +168,8 @@ def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figur
 
 
 def _is_of_device(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> bool:
-    """Return whether the rank's computation is slowed down by the same amount. If so, the cause is the device, which
-    also slows the loader."""
+    """Return whether the rank's computation is slowed by more than the episode's excess, or whether a quota throttles
+    the rank for longer than that. If so, the cause is the device, which also slows the loader."""
     inside = episode.where
     excess_s = float(np.median(times.own_s[inside, rank] - times.expected_s[inside, rank]))
     throttled_s = float(np.nanmean(evidence.counter("throttled_s")[inside, rank])) if evidence.counters else 0.0
@@ -245,8 +245,8 @@ def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
             cost_s=excess_s,
             confidence=0.8,
             evidence=(
-                f"stage {every[slowest]} (rank {', '.join(map(str, ranks[:8]))}) computes {level_s[slowest] * 1e3:.3g} "
-                f"ms per step, the others {others_s * 1e3:.3g} ms on average",
+                f"stage {every[slowest]} (rank {', '.join(map(str, ranks[:8]))}) computes for "
+                f"{level_s[slowest] * 1e3:.3g} ms per step, the others for {others_s * 1e3:.3g} ms on average",
             ),
         )
     ]
@@ -341,7 +341,7 @@ BOUNDS = {
     "checkpoint": "checkpoints",
     "other": "the host between the passes",
 }
-"""The bounds that are named for the other parts of a step (all except passes, optimizer and transfers)."""
+"""The names of the bounds for the other parts of a step (all except passes, optimizer and transfers)."""
 ALWAYS = (
     PlannedChange("no waiting for data", {"data_wait": 0.0}),
     PlannedChange("ranks that are never late", {WAITING: 0.0}),
@@ -437,7 +437,7 @@ ADVICE: dict[Cause, str] = {
     "slow_steps": "run trainspec doctor; top and nvidia-smi show what else is running there, and how hot the GPUs are",
     "memory_leak": "before memory runs out, stop the run and continue it with trainspec resume",
     "memory_pressure": "set recompute=selective, or use smaller micro-batches",
-    "hang": "the stack shows where it hangs; resilience.hang_floor_s ends the run sooner",
+    "hang": "the stack shows where it hangs; a smaller resilience.hang_floor_s ends the run sooner",
     "network_timeouts": "check whether the switch's links or ports flap",
     "noise": "run on a machine without other load",
 }
@@ -446,7 +446,7 @@ ADVICE: dict[Cause, str] = {
 OWN_ADVICE: dict[Cause, str] = {
     "memory_leak": "find what keeps growing: use tracemalloc, or look for lists of losses that still have their graphs",
     "memory_pressure": "use smaller batches or activation checkpointing",
-    "hang": "the stack shows where it hangs; --hang-s ends the run sooner or later",
+    "hang": "the stack shows where it hangs; --hang-s sets how soon the run is ended",
 }
 """Advice for user commands where it differs, because they have no recipe."""
 

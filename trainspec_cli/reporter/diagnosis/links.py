@@ -51,17 +51,17 @@ DELAY_SHARE = 0.05
 """Delays that cost less than this fraction of a step are not reported. This may be less than the noise of the
 transfers, because the small exchange shows a delay in every step."""
 LOADED, OF_RTT = 0.2, 0.3
-"""A longer latency is attributed to a link if the rise in round-trip time is at least the second fraction of it. The
-rise counts once per round trip of the exchange if ranks lack a processor for at most the first fraction of a step, and
-once otherwise. Behind a relay, where round-trip times show nothing, it is enough that ranks lack a processor no longer
-than that."""
+"""An increase in latency is attributed to a link if the increase in round-trip time accounts for at least `OF_RTT` of
+it. If ranks wait for a processor for at most `LOADED` of a step, the increase in round-trip time is first multiplied by
+the exchange's number of round trips. Behind a relay, round-trip times show nothing; it is then enough that ranks do not
+wait for a processor longer than that."""
 OF_NOISE = 0.5
 """If waiting for processors accounts for at least this fraction of a transfer's excess time, no link is blamed."""
 HELD_QUEUED_S = 1e-2
 """A rank throttled by a quota reads from its sockets late, which lengthens round trips to it by a few milliseconds."""
 LONG_STEPS_S = 3.0
-"""Transfers must be long for this many seconds of a run before a link is blamed, unless the link's connections confirm
-it."""
+"""Transfers must take too long for this many seconds of a run before a link is blamed, unless the link's connections
+confirm it."""
 
 OUTAGES = 2
 """A link is blamed for outages only if its connections time out on this many separate occasions in a run."""
@@ -107,7 +107,7 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
 
 
 def _is_queued_in_transit(evidence: RunEvidence, paths: Sequence[Path], least_s: float = QUEUED_S) -> bool:
-    """Return whether data is delayed on its way between nodes. Round-trip times show this even if a rank lacks a
+    """Return whether data is delayed on its way between nodes. Round-trip times show this even while a rank waits for a
     processor, because the kernel sends the acknowledgements."""
     return any(path.has_queue(least_s) and len(set(_ends(evidence, path))) > 1 for path in paths)
 
@@ -200,7 +200,7 @@ def _losing(paths: Sequence[Path]) -> Path | None:
 def _delays(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
     """Return a verdict on a link whose delay is below the noise of the transfers. The small exchange at the end of each
     step shows the delay; its cost is the increase in the time of all transfers. Links within a node have no such delay.
-    Ranks that are throttled by a quota answer late, which is not due to a link."""
+    Ranks that are throttled by a quota also answer late, but not because of a link."""
     # Latencies within a node are caused by processors, not by links.
     if len(set(evidence.nodes)) == 1:
         return []
@@ -282,7 +282,7 @@ def _verdict(
         link = worst.ranks
         if cause == "narrow_link":
             sentences.append(
-                f"between ranks {_names(worst.ranks)} {worst.rate / 1e6:.3g} MB/s are transferred, "
+                f"ranks {_names(worst.ranks)} exchange {worst.rate / 1e6:.3g} MB/s, "
                 f"{worst.usual_rate / 1e6:.3g} at other times"
             )
         elif cause == "delayed_link":
@@ -314,7 +314,8 @@ def _resent(evidence: RunEvidence) -> Figures:
 
 
 def _always_lossy(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
-    """Return a verdict on a link that has been losing segments from the start, which no change over time reveals."""
+    """Return a verdict on a link that has been losing segments from the start, so that no change over time reveals
+    it."""
     if not len(step_s):
         return []
     first = int(np.argmax(_resent(evidence) > 0)) if evidence.connections else 0
@@ -367,8 +368,8 @@ def find_retries(evidence: RunEvidence, steps_s: Mapping[int, float]) -> list[Ru
             cost_s=lost_s / (last - first + 1),
             confidence=0.9,
             evidence=(
-                f"{len(evidence.retried_steps)} steps were repeated because an exchange had failed, with all replica "
-                "groups still there",
+                f"{len(evidence.retried_steps)} steps were repeated because an exchange had failed, although all "
+                "replica groups were still present",
             ),
         )
     ]

@@ -58,7 +58,7 @@ def with_look(verdict: RunVerdict, looks: Sequence[Look]) -> RunVerdict:
     if look.operations and (not names_line or look.operations_share > 0.5):
         named = ", ".join(f"{one.name} {one.self_s * 1e3:.3g} ms" for one in look.operations)
         place = "on the GPU " if look.operations[0].on_device else ""
-        said.append(f"rank {rank} {where}: the operations that take most {place}of a step are {named}")
+        said.append(f"rank {rank} {where}: the operations that take the most time {place}in a step are {named}")
     if look.file is not None and made:
         said.append(f"trace of these steps: {look.file}")
     return replace(verdict, code=code, evidence=(*verdict.evidence, *said, *look.notes))

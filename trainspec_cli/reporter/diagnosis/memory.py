@@ -43,7 +43,7 @@ def find_memory(evidence: RunEvidence) -> list[RunVerdict]:
         known = np.isfinite(swapped)
         if known.any() and np.nanmax(swapped) - swapped[known][0] > SWAPPED_BYTES:
             since = int(np.argmax(np.nan_to_num(swapped) > swapped[known][0] + SWAPPED_BYTES / 4))
-            what = f"{format_bytes(float(np.nanmax(swapped)))} of rank {rank} are swapped out to disk"
+            what = f"{format_bytes(float(np.nanmax(swapped)))} of rank {rank} is swapped out to disk"
         elif (retries > 0).sum() >= 3:
             since = int(np.argmax(retries > 0))
             what = f"the allocator of rank {rank} released its cache in {(retries > 0).sum()} steps"
@@ -84,7 +84,7 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
         full = None if left is None else int(evidence.steps[-1] + left / of_node[evidence.nodes[rank]])
         if full is not None and evidence.total_steps and full > OUTLASTS_RUN * evidence.total_steps:
             continue
-        end = "" if full is None else f", and {format_bytes(left or 0)} are left, until about step {full:,}"
+        end = "" if full is None else f"; {format_bytes(left or 0)} is left, enough until about step {full:,}"
         verdicts.append(
             RunVerdict(
                 cause="memory_leak",

@@ -38,7 +38,7 @@ from trainspec_cli.reporter.diagnosis.series import (
 )
 
 STOLEN_S = 8.0
-"""To be reported, other processes must occupy a rank's processor for at least this many seconds, because such load
+"""Other processes are reported only if they occupy a rank's processor for at least this many seconds, because such load
 comes and goes."""
 STOLEN_ALONE_S, OF_STOLEN = 3.0, 0.5
 """This many seconds suffice if the peers wait for a processor for at most this fraction of the rank's excess wait."""
@@ -231,7 +231,8 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     last = dict(occupied)  # the last episode of each rank
     for rank, episode in occupied:
         why = (
-            f"other processes occupy its processor for {milliseconds(episode.excess)} more of each step than its peers'"
+            f"other processes occupy its processor {milliseconds(episode.excess)} longer per step than those of its "
+            "peers"
         )
         span = slice(episode.first, last[rank].last + 1)
         has_stayed = until(evidence, last[rank]) is None or times.step_s[span].sum() >= LEFT_S
@@ -318,11 +319,11 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
         return Slow(rank, episode, "host_bound", "the time is spent between the passes, in Python")
     waited_s = more("host_queued_s")
     if np.isfinite(waited_s) and waited_s > EXPLAINS * excess_s:
-        why = f"other processes occupy its host thread's processor for {milliseconds(waited_s)} more of each step"
+        why = f"other processes occupy its host thread's processor for {milliseconds(waited_s)} more per step"
         return Slow(rank, episode, "stolen_cores", why, is_counted=True)
     starved_s = more("starved_s")
     if np.isfinite(starved_s) and starved_s > EXPLAINS * excess_s:
-        why = f"its device waits for the host to queue work for {milliseconds(starved_s)} more of each step"
+        why = f"its device waits for the host to queue work {milliseconds(starved_s)} longer per step"
         return Slow(rank, episode, "host_bound", why)
     busy_s = more("cpu_s")
     if np.isfinite(busy_s) and busy_s > EXPLAINS * excess_s:

@@ -138,7 +138,7 @@ LOST_PARTS = {
     "rework": "work undone by failures",
     "checkpoint": "writing checkpoints",
     "stall": "survivors waiting",
-    "shrunk": "replica groups away",
+    "shrunk": "replica groups missing",
     "dip": "network slower while links flap",
 }
 MODES = {"restart": "restart from checkpoints", "elastic": "shrink and heal"}
@@ -175,7 +175,7 @@ def layout_label(layout: Layout) -> str:
 
 
 def placed_label(candidate: Candidate) -> str:
-    """Return the layout and, with several pools, the part of each pool: `samples 864 + 160`, or `layers 27 + 5`."""
+    """Return the layout and, with several pools, each pool's part: `samples 864 + 160`, or `layers 27 + 5`."""
     layout = layout_label(candidate.layout)
     shared = "layers" if candidate.pipelines_cross_pools else "samples"
     parts = " + ".join(f"{getattr(part, shared):,}" for part in candidate.pools)

@@ -57,8 +57,8 @@ from trainspec_cli.reporter.plan.text import assumption_row, run_rows
 CHARTED_CANDIDATES = 8
 TABLED_CANDIDATES = 20
 FOOTER = (
-    "Planned by trainspec. MFU counts model FLOPs, attention over its causal half, relative to the peak of the "
-    "format that the matrix products run in; HFU counts all FLOPs that are executed, including recomputation. A GiB is "
+    "Planned by trainspec. MFU counts model FLOPs (for attention, only the causal half), relative to the peak "
+    "of the matrix products' format; HFU counts all executed FLOPs, including recomputation. A GiB is "
     "2<sup>30</sup> bytes. Ranges are 90% intervals."
 )
 
@@ -85,8 +85,8 @@ def body_of(plan: PlanReport) -> Iterator[str]:
     run = plan.run
     if not best:
         yield (
-            '<section class="refusal"><h2>No layout fits</h2><p>Each needs more memory than a device has, or breaks a '
-            f"rule. What would fit:</p>{plain_list(plan.capacity.advice)}</section>"
+            '<section class="refusal"><h2>No layout fits</h2><p>Each layout needs more memory than a device has, or '
+            f"breaks a rule. What would fit:</p>{plain_list(plan.capacity.advice)}</section>"
         )
     if best and run:
         figures = [
@@ -111,7 +111,7 @@ def body_of(plan: PlanReport) -> Iterator[str]:
     if plan.pools:
         parts = plain_table(PART_HEADINGS, part_rows(best)) if best else ""
         choices = plain_table(choice_headings(plan.spec.model.unit), choice_rows(plan.pools))
-        text = "The part of each pool in a step of the best layout, and the best plans with fewer pools."
+        text = "Each pool's part of a step in the best layout, and the best plans with fewer pools."
         yield section("Pools", f"{text} {sentence(plan.pools.verdict)}", parts + choices)
     if blueprint := plan.blueprint:
         order = "; ".join(" ".join(line.split()) for line in describe_order(blueprint))
@@ -174,7 +174,7 @@ def _memory(best: Candidate) -> str:
     bars = [render_bar(_segments(vars(stage), labels.MEMORY_PARTS, format_bytes), scale, limit) for stage in stages]
     rows = list(zip(names, bars, (format_bytes(stage.total_bytes) for stage in stages), strict=True))
     legend = render_legend(_segments(vars(best.fullest_memory), labels.MEMORY_PARTS, format_bytes))
-    text = f"Peak of the best layout, by cause; the dashed line is what a device has, {format_bytes(limit)}."
+    text = f"Peak of the best layout, by cause; the dashed line marks a device's limit, {format_bytes(limit)}."
     if cut := labels.cut_label(best.layout):
         text += f" Layers of its pipeline stages: {cut}."
     return section("Memory", text, bar_rows(rows) + legend)

@@ -20,7 +20,7 @@ from trainspec_cli.reporter.plan.labels import percent
 # The communication blueprint: the tier that each exchange crosses, and its algorithm.
 
 
-HEADINGS = ("axis", "#ranks", "widest tier", "exchange", "#message", "#a step", "by", "#takes", "#flat ring")
+HEADINGS = ("axis", "#ranks", "widest tier", "exchange", "#message", "#per step", "by", "#takes", "#flat ring")
 DRAWN_ELEMENTS = 32
 """Maximum number of elements drawn per tier."""
 PICTURE_WIDTH = 760
@@ -48,16 +48,16 @@ def describe_tiers(blueprint: Blueprint) -> str:
 
 
 def describe_order(blueprint: Blueprint) -> Iterator[str]:
-    """Yield the order of the axes over the nodes, and the time that placing the nodes in another order would save."""
+    """Yield the order of the axes across the nodes, and the time saved by placing the nodes in another order."""
     yield f"order   {' > '.join(blueprint.order) or 'one rank'}, outermost first"
     if blueprint.node_places:
         usual_s = blueprint.unplaced_step_s
         step_s = blueprint.step_s
         gain = percent(1 - step_s / usual_s, 1)
-        step = f"a step of {format_duration(step_s)}, {gain} less than in the order of their numbers"
+        step = f"a step of {format_duration(step_s)}, {gain} less than in numerical order"
         yield f"nodes   placed in this order: {step}"
     elif blueprint.sorts_nodes:
-        yield "nodes   in the order of their numbers, which already follow the switches"
+        yield "nodes   in numerical order, which already follows the switches"
 
 
 def exchange_rows(blueprint: Blueprint) -> Iterator[tuple[str, ...]]:
@@ -87,7 +87,7 @@ def setting_lines(blueprint: Blueprint) -> Iterator[str]:
     for setting in blueprint.settings:
         yield f"sets    {setting.name}={setting.value}: {setting.reason} ({setting.source})"
     if blueprint.tuner:
-        yield "writes  nccl_tuner.csv, for those who load NCCL's example tuner (cluster.fabric.nccl_tuner)"
+        yield "writes  nccl_tuner.csv, for use with NCCL's example tuner (cluster.fabric.nccl_tuner)"
 
 
 def draw_tiers(blueprint: Blueprint) -> str:
@@ -153,8 +153,8 @@ def figure_rows(planes: PlanesPlan) -> Iterator[tuple[str, ...]]:
     yield ("ports of a switch", *(f"{one.radix:,} x {one.port_gbit_per_s:g}G" for one in both))
     yield ("most NICs", *(f"{one.most_nics:,}" for one in both))
     yield ("NICs one hop apart", *(f"{one.one_hop_nics:,}" for one in both))
-    yield ("switches a NIC", *(f"{one.switches_per_nic:.4f}" for one in both))
-    yield ("optics a NIC", *(f"{one.optics_per_nic:g}" for one in both))
+    yield ("switches per NIC", *(f"{one.switches_per_nic:.4f}" for one in both))
+    yield ("optics per NIC", *(f"{one.optics_per_nic:g}" for one in both))
     for part, name in LOSSES.items():
         yield (name, *(_loss(one.lost_speed[part]) for one in both))
 
@@ -177,8 +177,8 @@ def event_rows(planes: PlanesPlan) -> Iterator[tuple[str, ...]]:
 def describe_dips(planes: PlanesPlan) -> str:
     """Describe how the forecast accounts for network failures."""
     return (
-        f"The forecast counts {planes.dips_per_day:.3g} network failures per day as dips, which cost "
-        f"{percent(planes.dip_share, 3)} of the time, instead of job failures."
+        f"The forecast counts {planes.dips_per_day:.3g} network failures per day as dips (which cost "
+        f"{percent(planes.dip_share, 3)} of the time) rather than as job failures."
     )
 
 

@@ -33,9 +33,9 @@ class RunBackend(Protocol):
         the workers of that group, because its torchrun is gone."""
 
     def kill(self, group: int | None = None) -> tuple[int, ...]:
-        """Immediately kill whatever is left of a group; `poll` reports when that is done. With None: kill everything,
-        wait until it has ended, release the generation's resources, and return the ids of processes that could not be
-        ended."""
+        """Immediately kill whatever is left of a group; `poll` reports when that is done. With None, kill everything,
+        wait for it to exit, release the generation's resources, and return the ids of processes that could not be
+        killed."""
 
 
 OpenBackend = Callable[[Job, Plan | None], RunBackend]

@@ -1,7 +1,7 @@
 """Find the processes of a launch as the descendants of the process that starts them.
 
 torchrun starts each worker in a new session. When a process is killed, its children are reparented: on Linux to this
-process, as long as a `Family` exists; on other systems to init, and they are then found by their environment
+process, as long as a `Family` exists; on other systems to init, in which case they are found by their environment
 variables."""
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Family:
             _adopt_orphans(True)
 
     def members(self) -> list[psutil.Process]:
-        """Return the living processes that have the job's variables in their environment, or that descend from such a
-        process or did so when last seen."""
+        """Return the live processes that have the job's variables in their environment, or that descend from such a
+        process (or did when last seen)."""
         if not ADOPTS:
             of_launch = processes.members(self._launch_id, wait_s=0.0)
             return [process for process in of_launch if self._is_marked(environ(process))]
@@ -87,7 +87,7 @@ class Family:
         return left
 
     def kill(self) -> list[psutil.Process]:
-        """Send SIGKILL to all processes until none are left; return those that outlived `KILL_TIMEOUT_S`."""
+        """Send SIGKILL to all processes until none are left; return those still alive after `KILL_TIMEOUT_S`."""
         return processes.kill_all(self.members)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The hub of a run's start, which exchanges messages with the nodes' agents and the workers.
+"""The hub of one start of a run. It exchanges messages with the nodes' agents and the workers.
 
 It tracks for each agent whether it has joined, is connected, has left or is lost. For a worker, it tracks only the
 connection: the worker's node detects when it has exited."""

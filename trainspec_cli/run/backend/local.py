@@ -38,7 +38,7 @@ from trainspec_cli.run.rendezvous.address import Rendezvous
 HERE = 0
 """The number of this node, the only one."""
 MOST_PATH_BYTES = 60
-"""Maximum length of the folder name for temporary files, because the path of a Unix socket has at most 104 bytes on
+"""Maximum length of the path of the folder for temporary files: the path of a Unix socket may have at most 104 bytes on
 macOS (108 on Linux)."""
 
 
@@ -162,7 +162,7 @@ class NodeProcesses:
             self._starts[group].family.ask_to_stop()
 
     def members(self) -> list[psutil.Process]:
-        """Return the living processes."""
+        """Return the live processes."""
         return self._family.members()
 
     def kill(self, group: int) -> None:

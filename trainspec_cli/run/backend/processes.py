@@ -1,6 +1,6 @@
 """Find and end a launch's processes from outside, by an environment variable that all of them inherit.
 
-The users of this module did not start the launch themselves: the guard, and the check for workers that a dead
+The callers of this module did not start the launch themselves: the guard, and the check for workers that a dead
 supervisor has left behind. The search reads the environment of every process of this user, so it is done only when
 needed. The process that starts a launch finds its processes by descent instead (`family.py`)."""
 
@@ -30,11 +30,11 @@ _without_environment: set[psutil.Process] = set()
 
 
 def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Process]:
-    """Return every living process of the launch: torchrun, the workers, and their children. Waits for processes without
+    """Return every live process of the launch: torchrun, the workers, and their children. Waits for processes without
     an environment, for at most `wait_s` in total."""
     found: list[psutil.Process] = []
-    # This user's processes except for this one and its ancestors, because callers only look for launches to which they
-    # do not belong.
+    # This user's processes except for this one and its ancestors, because callers only look for launches that they do
+    # not belong to.
     ancestors = _with_ancestors(psutil.Process())
     unsure = []
     for process in psutil.process_iter():
@@ -77,14 +77,14 @@ def rank_of(process: psutil.Process) -> int | None:
 
 
 def terminate(processes: list[psutil.Process]) -> None:
-    """Send SIGTERM to each living process."""
+    """Send SIGTERM to each live process."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
 
 
 def kill(launch_id: str) -> list[psutil.Process]:
-    """Send SIGKILL to all processes repeatedly until none are left; return those that outlived `KILL_TIMEOUT_S`."""
+    """Send SIGKILL to all processes repeatedly until none are left; return those still alive after `KILL_TIMEOUT_S`."""
     return kill_all(lambda: members(launch_id))
 
 
@@ -98,7 +98,7 @@ def kill_all(find: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
 
 
 def kill_once(processes: list[psutil.Process]) -> None:
-    """Send SIGKILL to each living process, without waiting."""
+    """Send SIGKILL to each live process, without waiting."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -114,8 +114,8 @@ def stop(launch_id: str, grace_s: float) -> None:
 
 
 def unread_exit_code(process: psutil.Process) -> int | None:
-    """Return the exit code of an ended process whose parent has not read it yet (Linux only); it is negative for a
-    signal."""
+    """Return the exit code of a process that has ended, if its parent has not read the code yet (Linux only); negative
+    for a signal."""
     try:
         state, *_, status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):

@@ -75,7 +75,7 @@ class GroupExited:
     exit_code: int | None
     """torchrun's exit code, negative for a signal; None if torchrun had to be killed."""
     left_behind: tuple[int, ...] = ()
-    """Ids of processes that could not be ended."""
+    """Ids of processes that could not be killed."""
     oom_kills: int = 0
     """Number of processes that the kernel has killed since the start because memory ran out."""
     memory_bytes: int = 0
@@ -277,13 +277,13 @@ class ShortageNote:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Sent to rank 0: another layout that would make the run faster. The ranks agree on the step at which they switch
-    to it."""
+    """Sent to rank 0: another layout that would make the run faster. The ranks agree on the step when they switch to
+    it."""
 
     number: int
     """Number of the supervisor's proposal, starting at 1."""
     before: Layout
-    """The layout for which the proposal was computed; in any other layout, it is ignored."""
+    """The layout that the proposal was computed for; in any other layout, it is ignored."""
     proposal: LayoutProposal
 
 

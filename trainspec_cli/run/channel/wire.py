@@ -4,7 +4,7 @@ Messages go over TCP, or over a Unix socket on the same node, after both ends ha
 secret. Neither end blocks: each polls its socket while doing its own work.
 
 Hub and agents send heartbeats. A peer that is silent for too long is considered lost: its process hangs, its node is
-off, or its cable is cut (TCP alone would take a quarter of an hour to notice). Workers send no heartbeats, because the
+down, or its cable is cut (TCP alone would take a quarter of an hour to notice). Workers send no heartbeats, because the
 agent or supervisor that started them sees when they exit."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BEAT_INTERVAL_S = 1.0
 PIECE_BYTES = 65536
 RETRY_S = 0.2
 CALL_TIMEOUT_S = 60.0
-"""An agent retries for this many seconds after the hub has closed its connection, which happens when too many agents
-connect at the same time."""
+"""An agent retries for this many seconds after the hub has closed its connection. (The hub does so when too many agents
+connect at the same time.)"""
 LINE_BYTES = 2**22
 """A peer is disconnected if it sends a line longer than this or leaves this many bytes unread."""
 SHOWN_BYTES = 80

@@ -1,6 +1,6 @@
-"""Metrics computed from a run's events: its speed, the cost of its failures, and the use of its wall time.
+"""Metrics computed from a run's events: its speed, the cost of its failures, and how its wall time was spent.
 
-The wall time over all attempts is computed from rank 0's events and the supervisor's marks; time that neither explains
+The wall time of all attempts is accounted for by rank 0's events and the supervisor's marks; time that neither explains
 is `other`. An attempt starts with a launch and ends with its last event. Steps that a later attempt repeats were lost,
 so the time first spent on them counts as `recomputed`."""
 
@@ -84,8 +84,8 @@ class Recovery:
 
 def read_recoveries(events: Iterable[Event]) -> list[Recovery]:
     """Return the cost of each failure of a run. A restart's stall lasts from the failure to the first new work. For a
-    user-defined command, the number of lost steps is known once the next start is running, and only if the optimizer
-    counts its updates."""
+    user-defined command, the number of lost steps is only known once the next start is running, and only if the
+    optimizer counts its updates."""
     log = RecoveryLog()
     for event in events:
         log.take(event)
@@ -99,8 +99,7 @@ class RecoveryLog:
         self.recoveries: list[Recovery] = []
         self._open_restart: tuple[int, float] | None = None
         self._last_time = 0.0
-        """The last time at which the run was known to be making progress: the end of a step, or the start of the
-        run."""
+        """The last time when the run was known to be making progress: the end of a step, or the start of the run."""
 
     def take(self, event: Event) -> None:
         if isinstance(event, RecoveryEvent):

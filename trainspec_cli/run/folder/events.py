@@ -1,9 +1,9 @@
 """Event files: one JSON object per line, one file per rank.
 
-A line reaches the kernel in a single `write`, so a process crash loses no complete line. Only the last line can be
-incomplete, and readers skip it. A resumed run appends to the file: if a step occurs twice, the later line wins. Each
-writer's first line states the version of the training spec, which applies up to the next line that states one. Lines
-before the first such line have version 0.1."""
+A line reaches the kernel in a single `write`, so no complete line is lost when a process crashes. Only the last line
+can be incomplete, and readers skip it. A resumed run appends to the file: if a step occurs twice, the later line wins.
+Each writer's first line states the version of the training spec, which applies up to the next line that states one.
+Lines before the first such line have version 0.1."""
 
 from __future__ import annotations
 

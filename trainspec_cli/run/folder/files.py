@@ -48,8 +48,9 @@ def write_text(path: Path, text: str) -> None:
 def replace_head(path: Path, old: bytes, new: bytes, backup: Path) -> None:
     """Replace `old` at the start of a file with `new`. The rest of the file and its mode stay unchanged.
 
-    A copy of the original file is made first, under a name that must be unused or have the same content. Raises
-    FileExistsError if the copy's name is taken, and ValueError if the file does not start with `old`."""
+    A copy of the original file is made first, under a name that must be unused or belong to a file with the same
+    content. Raises FileExistsError if the copy's name is taken, and ValueError if the file does not start with
+    `old`."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         with path.open("rb") as source, partial.open("xb") as target:
@@ -96,8 +97,8 @@ def read_versioned(path: Path) -> JsonObject:
 
 
 def read_versioned_record(path: Path, record_type: type[Record], name: str) -> Record:
-    """Read the record, which messages call `name`. Raises the errors of `read_versioned`, and UnreadableFileError if
-    the record is damaged."""
+    """Read the record; `name` is what messages call it. Raises the errors of `read_versioned`, and UnreadableFileError
+    if the record is damaged."""
     try:
         return read_record(record_type, read_versioned(path))
     except FieldError as fault:

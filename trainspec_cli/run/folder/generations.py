@@ -5,8 +5,8 @@ worker of an older generation comes back (a repaired cable, a node that was cons
 writes nothing more: it is fenced off.
 
 A process that asks a start's workers to stop first records the request in RUN/stops/00000003.json. Workers also write a
-checkpoint and exit when another process sends them a signal, or when torchrun dies and its workers are ended. Without a
-recorded request, this means that the run has failed."""
+checkpoint and exit when another process sends them a signal, or when torchrun dies and its workers are terminated.
+Without a recorded request, this means that the run has failed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SECRET_BYTES = 32
 
 
 def newest(run: RunDir) -> int:
-    """Return the newest generation; 0 before the first start. The folder is listed, because this makes a network file
-    system query its server."""
+    """Return the newest generation; 0 before the first start. The folder is listed, because listing makes a network
+    file system query its server."""
     try:
         numbers = [int(path.stem) for path in run.generations.iterdir() if path.stem.isdigit()]
     except FileNotFoundError:
@@ -174,7 +174,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def _unusable(path: Path, what: str) -> MachineError:
-    hint = "keep the folder of the run on a file system that all nodes share and that keeps owners and permissions"
+    hint = "put the run folder on a file system that all nodes share and that preserves owners and permissions"
     return MachineError(Problem("secret", f"the job's secret, {path}, {what}", hint=hint, environment=True))
 
 

@@ -1,6 +1,6 @@
 """Copies of a run's state in a node's memory, in a folder that outlives the run's processes but not the node.
 
-Every user may create files in /dev/shm. The folder's name therefore depends on a random word that is stored only in
+Any user may create files in /dev/shm. The folder's name therefore depends on a random word that is stored only in
 run.json in the run's folder. The folder is used only if it belongs to this user and no other user can open it."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def new_secret() -> str:
 
 
 def newest_copy(run: RunDir) -> int:
-    """Return the newest step for which any rank has a copy on this node, or 0."""
+    """Return the newest step that any rank has a copy of on this node, or 0."""
     folder = find_copies(run)
     return _newest_in(folder) if folder else 0
 

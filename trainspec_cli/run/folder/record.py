@@ -129,7 +129,7 @@ def read_plan(run: RunDir) -> Plan:
 
 
 def read_plan_of_all_nodes(run: RunDir) -> Plan:
-    """Return the plan from which each start of the run begins; later plans may leave out dropped nodes. Raises the
+    """Return the plan that each start of the run begins with; later plans may leave out dropped nodes. Raises the
     errors of `read_plan`."""
     all_nodes = run.plan_of_all_nodes
     return read_plan_file(all_nodes if all_nodes.is_file() else run.plan_json)

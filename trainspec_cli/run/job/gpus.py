@@ -23,14 +23,14 @@ DEV = Path("/dev")
 
 CPU_HINT = "or set cluster.device=cpu"
 NVLINK_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
-"""Maps an NVLink generation to the GB/s of one link in one direction (NVIDIA's architecture papers)."""
+"""Maps an NVLink generation to the bandwidth of one link in one direction, in GB/s (NVIDIA's architecture papers)."""
 HIDING = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES (and of HIP_... and ROCR_...) that hide all GPUs."""
 MOST_NVLINKS = 18
 WITH_64_CORES = ((6, 0), (7, 0), (7, 2), (7, 5), (8, 0))
 """Compute capabilities whose multiprocessors have 64 fp32 cores; all others have 128 (CUDA programming guide)."""
 PCIE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""Maps a PCIe generation to the GB/s of one lane in one direction."""
+"""Maps a PCIe generation to the bandwidth of one lane in one direction, in GB/s."""
 AMD_VENDOR = 0x1002
 AMD_NAMES = {
     0x738C: "AMD Instinct MI100",
@@ -71,7 +71,7 @@ def find_gpus(sys: Path = SYS, dev: Path = DEV) -> FoundGpus:
             found = look(sys, dev)
             if found.gpus or found.notes:
                 return found
-        # An accelerator on which trainspec does not run must not be mistaken for a node without accelerators.
+        # A node with an accelerator that trainspec does not support must not be mistaken for one without accelerators.
         vendors = {_text(one / "device/vendor") for one in (sys / "class/accel").glob("accel*")}
         names = [name for vendor, name in OTHER_VENDORS.items() if vendor in vendors]
         if not names and (dev / "neuron0").exists():

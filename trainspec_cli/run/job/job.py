@@ -230,7 +230,7 @@ def render_command(command: Sequence[str], environment: Mapping[str, str], folde
 
 def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, str]:
     """Return the variables to add to this process's environment. Raises MachineError if another user owns the folder
-    from which compiled code would be loaded."""
+    that compiled code would be loaded from."""
     # torch.compile loads code from this folder. Its name is predictable, so it is created or checked beforehand.
     cache = Path(os.environ.get(COMPILE_CACHE, Path(tempfile.gettempdir(), f"torchinductor_{os.geteuid()}")))
     make_folder(cache, f"set {COMPILE_CACHE} to a folder that you own")
@@ -244,8 +244,8 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
         # This records each rank's last collectives, for the report on a hanging step. The cost is too small to measure.
         "TORCH_FR_BUFFER_SIZE": "200",
         # When NCCL fails in one process, its watchdog uses the store to ask all others to write these records to a
-        # file, and ends these processes some minutes later. This includes replica groups that survive the failure but
-        # share the store.
+        # file, and kills them some minutes later, including replica groups that survive the failure but share the
+        # store. So turn this off.
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         # torch 2.11 does not know this variable, and waits for 30 s.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(FAILURE_GRACE_S),

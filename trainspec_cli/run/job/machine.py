@@ -249,8 +249,8 @@ def write_communication(plan: Plan, run: RunDir) -> None:
 
 
 def describe_communication(plan: Plan, run: RunDir) -> list[str]:
-    """Return each setting as an assignment, preceded by a comment with its reason and source, or else the reason why
-    nothing is set; empty text for a run without NCCL between nodes."""
+    """Return each setting as an assignment, preceded by a comment with its reason and source. If nothing is set, return
+    the reason; for a run without NCCL between nodes, return no lines."""
     settings = communication_settings(plan, run)
     if settings:
         lines = ["# Set for the workers of this run; variables that you have set yourself stay unchanged."]

@@ -33,9 +33,9 @@ def build_ladder(
 ) -> tuple[MemorySetting, ...]:
     """Return `start`, the plan's setting, followed by the settings to use one after another when memory runs out.
 
-    `keeps_micro_batches`: the micro-batch size must stay, because its samples share statistics (batch norm).
-    `may_offload`: the optimizer state is not in host memory yet. `needed_bytes` predicts the memory that a setting
-    needs (None if unknown). A setting that does not need less than the previous one is left out."""
+    `keeps_micro_batches`: the micro-batch size must not change, because the samples of a micro-batch share statistics
+    (batch norm). `may_offload`: the optimizer state is not in host memory yet. `needed_bytes` predicts the memory that
+    a setting needs (None if unknown). A setting that does not need less than the previous one is left out."""
     ladder = [start]
     least = needed_bytes(start)
     for setting in _below(start, keeps_micro_batches=keeps_micro_batches, may_offload=may_offload):

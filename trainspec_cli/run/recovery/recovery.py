@@ -77,7 +77,7 @@ from trainspec_cli.run.recovery.run_state import (
 FAILURE_GRACE_S = 10
 """Time in seconds that workers may take to exit once one of them, or their torchrun, has failed."""
 LISTING_S = 2.0
-"""Time in seconds within which torchrun, after a worker has failed, ends the others and lists how each of them
+"""Time in seconds that torchrun may take, after a worker has failed, to end the other workers and list how each of them
 exited."""
 RESTART_WINDOW_S = 3600.0
 FIRST_PAUSE_S = 1.0
@@ -86,7 +86,7 @@ STUCK = 0.9
 """A group counts as stuck once the others have waited for it for this fraction of `resilience.exchange_timeout_s`. It
 is below 1 because clocks are read only 10 times per second."""
 ANSWER_S = 2.0
-"""Time in seconds within which a group retries a failed exchange."""
+"""Time in seconds that a group may take to retry a failed exchange."""
 
 
 def begin(
@@ -213,8 +213,8 @@ def _tick(state: RunState, event: Tick) -> Decision:
     newest_retry_s = max(group.retried_s for group in state.groups)
     for number, group in enumerate(state.groups):
         # The others have waited for this group as long as allowed, while it neither took a step nor retried. They may
-        # be unable to continue without it, because a quorum is more than half of the living groups. This is only
-        # assumed if another group has since taken a step, or retried without an answer.
+        # be unable to continue without it, because a quorum is more than half of the live groups. This is only assumed
+        # if another group has since taken a step, or retried without an answer.
         allowed_until_s = max(group.stepped_s, group.retried_s) + STUCK * state.resilience.exchange_timeout_s
         asked = newest_retry_s > allowed_until_s and event.now_s - newest_retry_s > ANSWER_S
         stuck = group.stepped_s > 0 and (newest_step_s > allowed_until_s or asked)

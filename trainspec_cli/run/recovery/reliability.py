@@ -41,8 +41,9 @@ def job_mtbf_s(cluster: ReliabilitySpec, devices: int) -> float:
 
 
 def updated_mtbf_s(mtbf_s: float, failures: int, observed_s: float) -> float:
-    """Return the mean time between failures, updated after `failures` failures in `observed_s` of running: the weighted
-    mean of the logarithms of the expected value (`mtbf_s`) and the observed one. Without failures, it is `mtbf_s`."""
+    """Return the mean time between failures, updated after `failures` failures in `observed_s` of run time: the
+    weighted mean of the logarithms of the expected value (`mtbf_s`) and the observed one. Without failures, it is
+    `mtbf_s`."""
     if not failures:
         return mtbf_s
     seen_s = max(observed_s, 1.0) / failures
@@ -69,7 +70,7 @@ write only the last checkpoint; restarting them would take longer than this anyw
 MOST_LOST_S = 600.0
 """Maximum working time in seconds between checkpoints with `auto`, if they are cheap."""
 MOST_WAITED = 0.05
-"""The largest fraction of the total time for which checkpoints with `auto` may block training."""
+"""The largest fraction of the total time that checkpoints with `auto` may block training."""
 
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
@@ -103,8 +104,9 @@ def checkpoint_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> 
 
 def auto_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> float:
     """Return the interval for `checkpoint.interval_steps: auto`. It is the result of `checkpoint_interval_s`, clamped
-    to one to ten minutes, because runs also end for reasons other than failures. If twenty times `blocked_s` is longer
-    than ten minutes, that is the upper limit, so that training need not wait for more than a twentieth of the time."""
+    to between one and ten minutes, because runs also end for reasons other than failures. If twenty times `blocked_s`
+    is longer than ten minutes, that is the upper limit, so that training spends at most a twentieth of the time
+    waiting."""
     longest_s = max(MOST_LOST_S, blocked_s / MOST_WAITED)
     return max(min(daly_interval_s(blocked_s, mtbf_s), longest_s), written_s, AUTO_SHORTEST_S)
 
@@ -124,7 +126,7 @@ def checkpoint_interval_steps(interval_s: float, step_time_s: float) -> int:
 class ConnectedGroup:
     heard_at_s: float
     asked_at_s: float = math.inf
-    """The time at which the group asked to take part in the next step; infinite while the group is computing."""
+    """The time when the group asked to take part in the next step; infinite while the group is computing."""
 
     @property
     def asks(self) -> bool:
@@ -144,8 +146,8 @@ def choose_members(
 ) -> list[str]:
     """Return the names of the replica groups that take the next step, in order; empty while they have to wait.
 
-    They start immediately if all members of the previous quorum ask. Otherwise, more than half of the living groups
-    must ask; they start when all living groups ask, or when the first of them has waited long enough."""
+    They start immediately if all members of the previous quorum ask. Otherwise, more than half of the live groups must
+    ask; they start when all live groups ask, or when the first of them has waited long enough."""
     living = {name: each for name, each in groups.items() if now_s - each.heard_at_s <= rules.silence_s}
     asking = {name: each for name, each in living.items() if each.asks}
     if previous and all(name in asking for name in previous):
@@ -164,13 +166,13 @@ class Healing:
     gives_to: tuple[int, ...]
     """Quorum indices of the groups that copy the state from this rank's group."""
     takes_from: int | None
-    """Quorum index of the group from which this rank copies the state; None if its own state is the newest."""
+    """Quorum index of the group that this rank copies the state from; None if its own state is the newest."""
 
 
 def plan_healing(steps: Sequence[int], place: int, rank: int) -> Healing:
-    """Plan the copies of rank `rank` in the group at index `place`; `steps` lists the updates that each group has made.
-    The groups that are behind are distributed over the groups that are ahead. To spread the load, the assignment
-    differs from rank to rank."""
+    """Plan the copies of rank `rank` in the group at index `place`; `steps` lists the number of updates that each group
+    has made. The groups that are behind are distributed among the groups that are ahead. To spread the load, the
+    assignment differs from rank to rank."""
     front = [other for other, step in enumerate(steps) if step == max(steps)]
     behind = [other for other, step in enumerate(steps) if step < max(steps)]
     sources = {other: front[(number + rank) % len(front)] for number, other in enumerate(behind)}

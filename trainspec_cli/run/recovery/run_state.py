@@ -11,8 +11,8 @@ from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 
 Phase = Literal["waiting", "running", "ending", "done", "gone"]
 Presence = Literal["there", "awaited", "away"]
-"""The presence of a group's nodes: all are connected, some are missing but awaited, or one is no longer awaited (it may
-still come)."""
+"""The presence of a group's nodes: all are connected, some are missing but awaited, or one is no longer awaited (though
+it may still connect)."""
 
 
 class GroupState(NamedTuple):
@@ -36,7 +36,7 @@ class GroupState(NamedTuple):
     stepped_s: float = 0.0
     """Time of the group's last step; 0 before the first step of this start."""
     retried_s: float = 0.0
-    """Time at which it last retried a step because an exchange had failed."""
+    """Time when it last retried a step because an exchange had failed."""
     taken: MemorySetting | None = None
     """The setting chosen after its last out-of-memory failure."""
     cause: str = ""
@@ -69,7 +69,7 @@ class RunState(NamedTuple):
     """True once the workers of this generation have written an event. Before that, they have nothing to save."""
     has_stepped: bool = False
     expected_groups: int = 0
-    """Number of groups that are running or may still come, if the run has several."""
+    """Number of groups that are running or may still join, if the run has several."""
     given_up: str = ""
     """Why the run ends although no stop was requested, for example because too few groups are left."""
     last_failure: str = "their nodes did not connect"
@@ -173,7 +173,7 @@ class GroupEnded:
     """Step of the newest checkpoint or, for a user-defined command, the number of steps completed by all of its
     starts."""
     left_behind: tuple[int, ...] = ()
-    """Ids of processes that could not be ended."""
+    """Ids of processes that could not be killed."""
     shortage: Shortage | None = None
     """The out-of-memory failure that made the group fail, if any."""
     has_worked: bool = False
@@ -327,7 +327,7 @@ class Inform:
 
 @dataclass(frozen=True)
 class MarkFailure:
-    """Record the time at which the failure was detected."""
+    """Record when the failure was detected."""
 
 
 @dataclass(frozen=True)

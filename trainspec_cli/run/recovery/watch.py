@@ -32,7 +32,8 @@ def step_deadline_s(recent_s: Sequence[float], floor_s: float, first_s: float = 
 
 
 def stall_after_s(recent_s: Sequence[float], deadline_s: float) -> float:
-    """Return the time after which a step that may be hanging is reported, long before `deadline_s` ends the run."""
+    """Return how long a step must take to be reported as possibly hanging. This is long before `deadline_s` ends the
+    run."""
     if len(recent_s) < LEARNING_STEPS:
         return math.inf
     return min(deadline_s / 2, max(STALL_FLOOR_S, STALL_SLOWER * max(recent_s)))
@@ -71,10 +72,10 @@ def find_late(found: Mapping[int, Whereabouts], world_size: int) -> tuple[list[i
 
 
 WINDOW = 48
-"""Number of memory readings on which a verdict is based."""
+"""Number of memory readings that a verdict is based on."""
 STEADY = 0.8
-"""Fraction of the pairs of adjacent eighths of the window in which memory must grow. Caches fill up and then stay
-constant, whereas leaks continue."""
+"""A leak must show growth in at least this fraction of the pairs of adjacent eighths of the window. Caches fill up and
+then stay constant, whereas leaks continue."""
 EIGHTHS = 8
 
 
@@ -87,7 +88,7 @@ def slope_per_step(steps: Sequence[int], readings_bytes: Sequence[float]) -> flo
 
 
 def grows_steadily(readings_bytes: Sequence[float]) -> bool:
-    """Return True if nearly every eighth of the window is higher than the one before."""
+    """Return True if each eighth of the window, with few exceptions, is higher than the one before."""
     size = len(readings_bytes) // EIGHTHS
     levels = [median(readings_bytes[i * size : (i + 1) * size]) for i in range(EIGHTHS)]
     rises = sum(after > before for before, after in pairwise(levels))

@@ -21,7 +21,8 @@ from trainspec_cli.run.rendezvous import server as rendezvous_server
 
 RESTART_INTERVAL_S = 1.0
 START_S = 10.0
-"""A server that exits within this many seconds has failed to start. On a busy machine, starting one takes seconds."""
+"""A server that exits within this many seconds has failed to start. On a busy machine, starting one takes several
+seconds."""
 MAX_FAILURES = 5
 
 

@@ -31,7 +31,7 @@ from trainspec_cli.run.recovery.reliability import ConnectedGroup, QuorumRules, 
 from trainspec_cli.run.rendezvous.handshakes import BAD_REQUEST, Handshakes, prove
 
 TICK_S = 0.05
-"""Interval at which the server checks for silent replica groups."""
+"""Interval between the server's checks for silent replica groups."""
 MAX_CONNECTIONS = 100_000
 """Maximum number of connections of a job; the system's limit may be lower."""
 STORE_BYTES = 2**30

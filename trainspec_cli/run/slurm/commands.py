@@ -80,14 +80,14 @@ def _names(node_list: str | None) -> list[str]:
 
 
 def own_address() -> str:
-    """Return Slurm's address for the node on which this process runs, the job's first."""
+    """Return Slurm's address for the node that this process runs on, the job's first."""
     hostname = own_name()
     found = re.search(r"NodeAddr=(\S+)", _run(["scontrol", "show", "node", hostname], hint=""))
     return found[1] if found else hostname
 
 
 def own_name() -> str:
-    """Return Slurm's name for the node on which this process runs."""
+    """Return Slurm's name for the node that this process runs on."""
     return os.environ.get("SLURMD_NODENAME") or _names(os.environ["SLURM_JOB_NODELIST"])[0]
 
 
@@ -140,9 +140,9 @@ def arrange(addresses: Mapping[str, str], first: str, places: Sequence[int]) -> 
     """Return the job's nodes, ordered by number.
 
     `addresses`: for each node, the switches above it, from the top, and its name. Nodes are sorted so that the nodes of
-    each switch are contiguous, starting with `first`, on which the supervisor runs, and its neighbours. Nodes on the
-    same switch stay in the order of `addresses`. `places`: the place of each number among the sorted nodes; if empty,
-    they are numbered in sorted order."""
+    each switch are contiguous, starting with `first`, where the supervisor runs, and its neighbours. Nodes on the same
+    switch stay in the order of `addresses`. `places`: the place of each number among the sorted nodes; if empty, they
+    are numbered in sorted order."""
     own = _switches(addresses[first], first)
 
     def place(node: str) -> tuple[list[tuple[bool, str]], bool]:

@@ -29,7 +29,7 @@ PREFIXES = {"apptainer": "APPTAINERENV_", "singularity": "SINGULARITYENV_"}
 
 
 def mounts(slurm: SlurmSpec, needed: Iterable[Path]) -> list[str]:
-    """Return the mounts as SRC:DST[:FLAGS]: trainspec, the folders that the run needs, each at the same path, the
+    """Return the mounts as SRC:DST[:FLAGS]: trainspec, the folders that the run needs (each at the same path), the
     environment of the container's Python, and the recipe's mounts. Raises RecipeError if a folder cannot be mounted
     because of its name."""
     package = Path(trainspec_cli.__file__).resolve().parent

@@ -76,7 +76,7 @@ def decide(
 ) -> Requeue | None:
     """Requeue for causes that a restart fixes: a time limit, a preemption, a lost node, or a hang (if `after_hang`),
     but not for an error."""
-    # The signal may have killed workers that have not started, which is not a failure.
+    # If the signal killed workers that had not started, that is not a failure.
     if preempted and exit_code != EXIT_DONE:
         return Requeue("it was preempted")
     if warned and exit_code in (Stopped.exit_code, Interrupted.exit_code):

@@ -39,7 +39,7 @@ _PLATFORM = re.compile(r"([a-z0-9]+)_(\d+)_(\d+)_(\w+)")
 
 @dataclass(frozen=True)
 class BundleFault:
-    """A problem with a bundle, or with the machine on which it is installed."""
+    """A problem with a bundle, or with the machine that it is being installed on."""
 
     code: str
     message: str

@@ -38,8 +38,8 @@ WEIGHTS = "weights"
 OF_RECIPES = (SUFFIX, ".json", ".jsonl")
 """Suffixes of recipe and group files."""
 GENERATED_SOURCES = ("python_stdlib", "phantom")
-"""Sources that every machine can generate itself. If a mixture also has other sources, their tokens are copied anyway,
-because all sources of a mixture share a tokenizer."""
+"""Sources that every machine can generate itself. If a mixture also has other sources, the tokens of the generated ones
+are copied as well, because all sources of a mixture share a tokenizer."""
 INDEX_SUFFIX = ".idx"
 _PAGE = """\
 # trainspec {version} without a network
@@ -87,11 +87,11 @@ class WantedBundle:
 
 
 def make_bundle(folder: Path, wanted: WantedBundle, on_progress: OnPart) -> tuple[BundleRecord, list[str]]:
-    """Write `folder`, which must be missing or empty. Return the bundle's record, and notes on what else its recipes
-    need.
+    """Write `folder`, which must be empty or not exist yet. Return the bundle's record, and notes on what else its
+    recipes need.
 
     Raises FileExistsError if another process has filled it in the meantime, MachineError for missing wheels or a full
-    disk, and the errors of `copy_run_files` and `download`. In these cases, the folder is removed."""
+    disk, and the errors of `copy_run_files` and `download`. On any error, everything that was written is removed."""
     folder = folder.expanduser().resolve()
     launches: dict[str, tuple[str, ...]] = {}
     notes: list[str] = []

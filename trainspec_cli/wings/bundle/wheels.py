@@ -32,8 +32,8 @@ PIP = "pip"
 SOURCE_ONLY = ("antlr4-python3-runtime==4.9.*",)
 """Dependencies that are available only as source. omegaconf 2.3 needs antlr4, which is pure Python."""
 MAX_ROUNDS = 5
-"""Maximum number of download rounds. More than one is needed because pip evaluates markers for the machine on which it
-runs, while other platforms have different requirements."""
+"""Maximum number of download rounds. More than one is needed because pip evaluates markers for the machine that it runs
+on, while other platforms have different requirements."""
 MAX_METADATA_BYTES = 2**22
 
 LEGACY = {(2, 17): "manylinux2014", (2, 12): "manylinux2010", (2, 5): "manylinux1"}
@@ -99,7 +99,7 @@ class WheelTarget:
 
 
 def check_target(python: str, name: str) -> WheelTarget:
-    """Return the target. Raises RecipeError for a Python version or platform for which no wheels exist."""
+    """Return the target. Raises RecipeError for a Python version or platform that has no wheels."""
     problems = []
     if not _PYTHON.fullmatch(python):
         message = f"--python is {python}, not a version such as {python_here()}"
@@ -237,7 +237,8 @@ def download(
         here = (python_here(), sys.platform, platform.machine())
         is_this_system = here == (target.python, target.markers["sys_platform"], target.markers["platform_machine"])
         requested = [f"{own.file}{of_extras}", PIP]
-        # pip evaluates markers for the machine on which it runs, so download again whatever the target still lacks.
+        # pip evaluates markers for the machine that it runs on, so download again whatever is still missing for the
+        # target.
         for _ in range(MAX_ROUNDS):
             on_step(f"wheels for {target.platform}")
             _pip(["download", "--dest", str(folder), *aim, *sources, *requested], on_step, target)

@@ -1,4 +1,4 @@
-"""The matrix of runs on which the clauses are measured. A case is one plan; the recipe rules reject illegal plans.
+"""The matrix of runs that the clauses are measured on. A case is one plan; the recipe rules reject illegal plans.
 
 The axes of the matrix are model families, layouts, ways to save memory or bandwidth, the non-default kernels that this
 chip supports, and changes during a trainer run."""
@@ -57,13 +57,13 @@ LIVE_STEPS = 14
 EVERY_STEPS = 2
 """Number of steps between two changes in a live run."""
 SAVE_EVERY_STEPS = 3
-"""Checkpoint interval of a live run. A killed run then has a checkpoint from after its first change and before its
-second."""
+"""Checkpoint interval of a live run, chosen so that a killed run has a checkpoint between its first and second
+change."""
 CHANGED_AT = EVERY_STEPS
 KILLED_AT = 2 * EVERY_STEPS
-"""The step of a live run at which a change fails or is interrupted by a kill."""
+"""The step of a live run when a change fails or is interrupted by a kill."""
 SHORT_AT = 5
-"""The step of a live run at which it runs out of memory."""
+"""The step when a live run runs out of memory."""
 FITTING_SAMPLES = 2
 """The largest micro-batch that fits after a live run has run out of memory, in samples."""
 
@@ -241,8 +241,8 @@ TOURS = (
 )
 """Layouts that a run goes through in order, skipping those that are illegal for its family."""
 SHORT = (Layout(), Layout(dp_shard=2), Layout(pp=2, pipeline_schedule="gpipe"))
-"""Layouts where a run runs out of memory. With gpipe, all messages between stages arrive before the first backward,
-so a restart within the process leaves no message behind."""
+"""Layouts for runs that run out of memory. With gpipe, all messages between stages arrive before the first backward
+pass, so a restart within the process leaves no message behind."""
 COMPRESSED_FAMILIES = ("dense", "moe")
 """Two families suffice, because compression does not depend on the model, except that experts have a separate
 exchange."""
@@ -344,7 +344,7 @@ def refusals(case: Case) -> tuple[Problem, ...]:
 UPDATE = "adamw"
 """The operation that updates weights. All other operations affect the gradients."""
 SPREAD_FAMILIES = {"grouped_matmul": "moe", "ssd_scan": "mamba"}
-"""The family in which an operation is measured in several layouts; `dense` for all operations not listed here."""
+"""The model family used to measure an operation in several layouts; `dense` for all operations not listed here."""
 FP8 = "fp8"
 
 

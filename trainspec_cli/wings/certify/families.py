@@ -1,4 +1,4 @@
-"""The models on which the clauses are measured: small models with every feature of their families."""
+"""The models that the clauses are measured on: small models with every feature of their families."""
 
 from __future__ import annotations
 

@@ -62,8 +62,7 @@ class ClauseCheck:
 
 
 def undisturbed(case: Case) -> Case:
-    """Return the case with which a live run is compared: the same changes without the kill, or a run without
-    changes."""
+    """Return the case that a live run is compared with: the same changes without the kill, or a run without changes."""
     assert case.live is not None
     killed = case.live.disturbance == "killed"
     return replace(case, live=Live(case.live.changes if killed else ()))
@@ -165,7 +164,7 @@ def _figures(check: ClauseCheck, results: Results) -> Figures:
             facts["starts"] = live.starts == (0,)
             facts["layouts"] = set(live.layouts) == {plan.layout}
         else:
-            # From the out-of-memory step on, micro-batches must fit, and no step may be lost.
+            # From the out-of-memory step on, micro-batches must fit in memory, and no step may be lost.
             sizes = (plan.micro_batch_size,) * SHORT_AT + (FITTING_SAMPLES,) * (LIVE_STEPS - SHORT_AT)
             facts["starts"] = live.starts == ((0,) if case.layout.world_size == 1 else (0, SHORT_AT))
             facts["micro-batches"] = live.largest_micro_batches == sizes

@@ -200,7 +200,7 @@ def pickled_code(marker: Path) -> bytes:
 
 
 class UntrustedClient:
-    """Waits until a run has taken a few steps, then sends malformed data to each port on which it listens."""
+    """Waits until a run has taken a few steps, then sends malformed data to each port that it listens on."""
 
     def __init__(self, run: RunDir, marker: Path):
         self.ports: set[tuple[str, int]] = set()
@@ -239,7 +239,7 @@ class UntrustedClient:
 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
-    """Return the address and port of every socket on which a process or one of its descendants is listening."""
+    """Return the address and port of every socket that a process or one of its descendants is listening on."""
     found: set[tuple[str, int]] = set()
     for member in (process, *process.children(recursive=True)):
         with suppress(psutil.Error):

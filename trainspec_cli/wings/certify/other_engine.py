@@ -52,8 +52,8 @@ BATCHES = "batches.safetensors"
 TOKENS = "tokens"
 CHECKPOINT = "checkpoint"
 RUN_S = 1800.0
-"""Time limit for a run. A run takes at most 20 steps of a small model, so an engine that takes longer, even with
-compilation, hangs."""
+"""Time limit for a run. A run takes at most 20 steps of a small model, so an engine that takes longer than this, even
+with compilation, must be hung."""
 
 Asked = Literal["losses", "gradients", "weights"]
 

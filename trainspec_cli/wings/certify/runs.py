@@ -238,11 +238,11 @@ class Subject:
     machine_id: str
     machine: Machine
     models_sha256: str
-    """Digest of the models and losses on which the clauses are measured."""
+    """Digest of the models and losses that the clauses are measured on."""
     engine: str = ""
     """The command that starts another engine; empty for trainspec's own engine."""
     since: str = ""
-    """The date on which the certification's first run was measured."""
+    """The date when the certification's first run was measured."""
 
 
 def subject_of(machine: Machine, engine: str = "") -> Subject:
@@ -268,7 +268,7 @@ def _sha256(text: str) -> str:
 
 @contextmanager
 def opened(folder: Path, subject: Subject, today: str) -> Iterator[str]:
-    """Lock a certification's folder, creating it if needed, and yield the date on which the certification was started.
+    """Lock a certification's folder, creating it if needed, and yield the date when the certification was started.
 
     Raises RecipeError if the folder contains something else or another certification, or is in use, and MachineError if
     it belongs to another user."""

@@ -36,8 +36,8 @@ SLOW_DISK_BYTES_PER_S = 20e6
 LITTLE_SPACE_BYTES = 2**30
 LITTLE_MEMORY_BYTES = 2**30
 MOSTLY_FREE = 0.8
-"""A GPU with less than this fraction of its memory free counts as in use. The driver and a desktop need less than the
-rest."""
+"""A GPU with less than this fraction of its memory free counts as in use. The driver and a desktop together use less
+than the remaining fraction."""
 CLOCK_TOOLS = (("chronyc", "tracking"), ("timedatectl", "show", "--property=NTPSynchronized"))
 TOOL_TIMEOUT_S = 5.0
 
@@ -77,7 +77,7 @@ def check_gpus(needed_bytes: float = 0.0) -> Iterator[Check]:
     """Check whether other processes use the GPUs. `needed_bytes` is as in `check_memory`, but per GPU."""
     for number, gpu in enumerate(find_gpus().gpus):
         taken = gpu.memory_bytes - gpu.free_bytes
-        found = f"GPU {number} ({gpu.name}): {format_bytes(taken)} of {format_bytes(gpu.memory_bytes)} are in use"
+        found = f"GPU {number} ({gpu.name}): {format_bytes(taken)} of {format_bytes(gpu.memory_bytes)} is in use"
         advice = "find the processes with nvidia-smi, or exclude the GPU with CUDA_VISIBLE_DEVICES"
         if gpu.free_bytes < needed_bytes:
             yield Check("chips", "fail", f"{found}; the run needs {format_bytes(needed_bytes)}", advice)
@@ -104,7 +104,7 @@ def check_torch(machine: Machine) -> Iterator[Check]:
 
 
 def torch_build() -> tuple[str, str, str]:
-    """Return the version of the installed torch, and the CUDA and ROCm (HIP) versions with which it was built; "" if
+    """Return the version of the installed torch, and the CUDA and ROCm (HIP) versions that it was built for; "" if
     unknown or absent."""
     spec = importlib.util.find_spec("torch")
     try:

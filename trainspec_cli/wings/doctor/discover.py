@@ -2,8 +2,8 @@
 file.
 
 `nvidia-smi topo -m` prints the links inside a node as a matrix of GPUs and NICs. The columns depend on the driver: NICs
-appear by name (up to 4xx), or as NIC0 with a legend below. The NUMA affinity may follow the CPU affinity. The CPU
-affinity may be blank in a job that was allocated other cores."""
+appear by name (drivers up to 4xx), or as NIC0 with a legend below. The NUMA affinity may follow the CPU affinity. The
+CPU affinity may be blank in a job that was allocated other cores."""
 
 from __future__ import annotations
 

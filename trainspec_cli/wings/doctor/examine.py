@@ -35,8 +35,8 @@ from trainspec_cli.wings.doctor.checks import check_gpus, check_limits, check_me
 
 
 def check_nodes(plan: Plan, folder: Path, console: PrintableConsole, force: bool = False) -> Examination | None:
-    """Check a single node now. For several nodes, return the examination that each one runs when its agent starts,
-    which measures and compares them. Return None if there is no preflight, or if nothing remains to be examined.
+    """Check a single node now. For several nodes, return the examination that each node runs when its agent starts, to
+    measure and compare the nodes. Return None if there is no preflight, or if nothing remains to be examined.
 
     `folder` is the run folder, which may not exist yet. With `force`, predicted memory is not checked. Raises
     MachineError if this node fails a check."""
@@ -96,7 +96,7 @@ def preflight(plan: Plan, folder: Path, *, force: bool = False) -> list[Check]:
 
 
 SPEEDS = {"matmul_flops": ("matmuls", "FLOP/s"), "memory_bytes_per_s": ("memory", "B/s")}
-"""The fields of `SpeedResult` by which nodes are compared -> name and unit."""
+"""The fields of `SpeedResult` that nodes are compared by -> name and unit."""
 MIN_SPEED = 0.6
 """A node is rejected if its speed, relative to the median of the other nodes, is below this ratio, because every step
 waits for the slowest node."""
@@ -242,10 +242,11 @@ def refuse_unfit(reports: Sequence[NodeReport]) -> None:
 
 
 def check_measured_links(links: LinksResult | None) -> list[Check]:
-    """Check the rates of all-reduces and of node pairs, and warn about nodes that are slow with every other node.
+    """Check the rates of all-reduces and of node pairs, and warn about nodes whose links to all other nodes are slow.
 
-    Pairs are compared with the median of the nodes' best rates, not with the median of all pairs. A bad cable slows all
-    pairs that include its node, which can be most of the pairs. It does not affect the best rate of any other node."""
+    Pairs are compared with the median of the nodes' best rates, not with the median of all pairs. A bad cable slows
+    down every pair that includes its node, and these can be most of the pairs, but it does not affect the best rate of
+    any other node."""
     if links is None:
         return []
     checks = []

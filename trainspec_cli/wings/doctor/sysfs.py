@@ -18,8 +18,8 @@ GPU_VENDORS = ("0x10de", "0x1002")
 GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 """PCI classes: VGA and 3D controllers, other displays, and processing accelerators."""
 CODING = {2.5: 8 / 10, 5.0: 8 / 10, 8.0: 128 / 130, 16.0: 128 / 130, 32.0: 128 / 130, 64.0: 242 / 256}
-"""Gigatransfers per second per PCIe lane -> the fraction of transfers that carries data (PCI Express Base Specification
-1 to 6)."""
+"""Gigatransfers per second per PCIe lane -> the fraction of transfers that carry data (PCI Express Base Specification 1
+to 6)."""
 MAX_LANES = 32
 
 # Network

@@ -80,8 +80,7 @@ def _pcie(gpus: Sequence[FoundGpu], source: str) -> FoundTier:
 
 
 def groups_by(gpus: Sequence[FoundGpu], joins: Callable[[str], bool]) -> list[list[str]]:
-    """Group the GPUs that are connected by a chain of links for which `joins` is true. GPUs and groups keep their
-    order."""
+    """Group the GPUs that are connected by a chain of links that satisfy `joins`. GPUs and groups keep their order."""
     groups: list[list[str]] = []
     order = {gpu.name: number for number, gpu in enumerate(gpus)}
     for gpu in gpus:

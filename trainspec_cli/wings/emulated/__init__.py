@@ -49,9 +49,9 @@ class DeviceDisturbance:
     slow_node: int | None = None
     """The slow node. All of its ranks are slow, and their exchanges with other nodes use the slow link."""
     slow_from_s: float = 0.0
-    """Virtual host time at which the disturbance starts."""
+    """Virtual host time when the disturbance starts."""
     slow_until_s: float = math.inf
-    """Virtual host time at which the disturbance ends."""
+    """Virtual host time when the disturbance ends."""
     slow_every_s: float = 0.0
     """Period with which the disturbance recurs; 0 if it does not recur."""
 
@@ -62,7 +62,7 @@ class DeviceDisturbance:
         return 0 <= since_s < self.slow_until_s - self.slow_from_s
 
     def changes_after_s(self, at_s: float) -> float:
-        """Return the next time after `at_s` at which the disturbance starts or ends."""
+        """Return the next time after `at_s` when the disturbance starts or ends."""
         since_s = at_s - self.slow_from_s
         if since_s < 0:
             return self.slow_from_s

@@ -1,4 +1,4 @@
-"""Determine what disturbances and faults cost a run whose steps take the rehearsed times.
+"""Determine the cost of disturbances and faults for a run with the rehearsed step times.
 
 The consequences of a fault are computed as for `plan` and the supervisor: by simulating the scheduler (`disturb=`) and
 failures (goodput)."""
@@ -109,8 +109,8 @@ def rehearsed_job(planned: PlanToRehearse, step: RehearsedStep) -> DisturbedJob:
 def add_costs(
     planned: PlanToRehearse, done: Rehearsal, disturbed: NamedDisturbance | None, faults: Sequence[Fault]
 ) -> Rehearsal:
-    """Add the costs of the disturbance and the faults, if there is a step time. There is none if a rank ran out of
-    memory."""
+    """Add the costs of the disturbance and the faults. Without a step time, as when a rank ran out of memory, add
+    nothing."""
     step = done.step
     if step is None:
         return done

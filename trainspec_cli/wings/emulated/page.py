@@ -73,7 +73,7 @@ def _memory_table(done: Rehearsal) -> str:
         shown = [text for measured, planned in pairs for text in (measured, format_bytes(planned))]
         rows.append((f"{found.rank:,}", *shown, format_bytes(found.state_bytes), format_bytes(found.checkpoint_bytes)))
     text = (
-        f"A device has {format_bytes(done.device_bytes)}; of this, {format_bytes(done.outside_bytes)} are for its "
+        f"A device has {format_bytes(done.device_bytes)}; of this, {format_bytes(done.outside_bytes)} is for its "
         "context and the communicators' buffers. State: parameters, buffers and optimizer state."
     )
     headings = ("rank", "#tensors", "#planned", "#reserved", "#planned", "#state", "#checkpoint")

@@ -125,7 +125,8 @@ class RehearsedStep:
     """The rehearsed rank with the most work. The parts are those of this rank. Its `bubble` is the time spent waiting
     for other stages."""
     stages_s: tuple[tuple[float, float], ...]
-    """For each pipeline rank: seconds of compute and of exposed communication in an average micro-batch."""
+    """For each pipeline rank: the time of compute and of exposed communication in an average micro-batch, in
+    seconds."""
     parts_s: dict[str, float]
     planned_parts_s: dict[str, float]
     step_s: float

@@ -164,7 +164,7 @@ def rehearse(
 
 
 def read_ranks(text: str, plan: Plan, kinds: Sequence[int]) -> list[int]:
-    """Return the ranks named in `text`: `ends`, `distinct`, `all`, or numbers such as `0,8`. Raises RecipeError.
+    """Return the ranks specified in `text`: `ends`, `distinct`, `all`, or numbers such as `0,8`. Raises RecipeError.
 
     `kinds`: for each pipeline rank, the first rank whose stages do the same work. `ends` contains one rank each of the
     first stage, the last stage and every other kind of stage. Among identical stages, the first one needs the most

@@ -9,7 +9,7 @@ from operator import itemgetter
 
 COMPUTE = "compute stream"
 WAIT = "wait"
-"""Name of slices in which the compute stream waits."""
+"""Name of the slices where the compute stream waits."""
 MOST_SLICES = 40_000
 """Maximum number of slices to keep per rank. Together they take about 12 MB in a trace. A rank of Llama 3 70B on 256
 devices has 11,600 slices."""

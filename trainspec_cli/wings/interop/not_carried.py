@@ -13,7 +13,7 @@ from trainspec_cli.wings.interop.table import OneOf, given, unless
 NOT_CARRIED: Mapping[str, str] = {
     "description": "a note for human readers",
     "run": "trainspec's run folder",
-    "tracking": "trainspec's trackers; the engine has other trackers",
+    "tracking": "trainspec's trackers; the engine has its own",
     "observe": "trainspec's diagnosis, which only covers its own runs",
     "scheduler": "trainspec's scheduler, which only schedules its own runs",
     "resilience": "the engine and its launcher recover in other ways",
@@ -120,7 +120,7 @@ MEANINGLESS: Mapping[str, OneOf] = {
     "model.global_attention_every": given("model.sliding_window", None),
     "model.activation": unless("model.family", "decoder", "hybrid"),
 }
-"""Key or section -> the condition under which it is irrelevant."""
+"""Key or section -> the condition that makes it irrelevant."""
 
 
 def nearest(key: str, table: Mapping[str, object]) -> str | None:

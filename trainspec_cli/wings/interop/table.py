@@ -67,7 +67,7 @@ class RunValues:
 def run_values(
     recipe: str, spec: RunSpec, arguments: tuple[str, ...] = (), container: Container = NO_CONTAINER
 ) -> RunValues:
-    """Return the values of a spec in which every `auto` is resolved."""
+    """Return the values of a spec whose `auto` values are all resolved."""
     layout = layout_of(spec)
     micro = spec.batching.micro_batch_size
     free = spec.cluster.devices_per_node
@@ -104,7 +104,7 @@ def layout_of(spec: RunSpec) -> Layout:
 
 
 def batch_problem(run: RunValues) -> Problem | None:
-    """Return a problem if the ranks would get different numbers of samples, which only trainspec supports."""
+    """Return a problem if the ranks would get different numbers of samples, because only trainspec supports that."""
     samples = run.whole("batching.global_batch_size")
     micro = run.whole("batching.micro_batch_size")
     ranks = run.whole(f"{DERIVED}data_parallel_size")
@@ -157,7 +157,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a few values, for which the engine has other names."""
+    """One of a few values that the engine calls by other names."""
 
     names: Mapping[Any, JsonValue]
     """Value in the recipe -> value in the engine."""
@@ -278,7 +278,7 @@ class WholeNumber:
 
 
 class When(Protocol):
-    """The condition under which a line applies."""
+    """The condition for a line to apply."""
 
     def holds(self, run: RunValues) -> bool: ...
 
@@ -295,7 +295,7 @@ class Where:
 
 @dataclass(frozen=True)
 class OneOf:
-    """A condition on one value of the run: it is one of `values` or, if `inverted`, none of them."""
+    """A condition on one value of the run: it is one of `values` or, if `inverted`, not one of them."""
 
     key: str
     values: tuple[JsonValue, ...]
@@ -357,7 +357,7 @@ class Fixed:
 
 
 def show(value: JsonValue) -> str:
-    """Return a value in the form in which a user would type it."""
+    """Return a value as a user would type it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -32,7 +32,7 @@ Keys = Mapping[str, JsonValue]
 
 @dataclass(frozen=True)
 class TranslatedKey:
-    """A recipe key, and the engine key into which it was translated."""
+    """A recipe key, and the engine key that it was translated into."""
 
     ours: str
     value: JsonValue
@@ -231,7 +231,7 @@ def option(name: str, value: JsonValue) -> str:
 
 
 def number(value: JsonValue) -> str:
-    """Return a number as text from which any program reads back the same value."""
+    """Return a number as text that any program reads back as the same value."""
     return repr(value) if isinstance(value, float) else str(value)
 
 
@@ -308,5 +308,6 @@ def read_back(target: Target, keys: Mapping[str, JsonValue]) -> ReadBack:
 
 
 def _conditions(line: Line) -> list[OneOf]:
-    """Return the conditions on single keys other than the line's own, which the line's conversion checks."""
+    """Return the line's conditions on single keys. A condition on the line's own key is left out, because the
+    conversion checks it."""
     return [one for one in line.when if isinstance(one, OneOf) and one.key not in (line.ours, f"{DERIVED}shards")]

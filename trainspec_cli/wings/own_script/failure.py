@@ -31,7 +31,8 @@ _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+), in ')
 _RAISED = re.compile(r"^[A-Za-z_][\w.]*(?=:|$)")
 _OF_LAUNCHERS = ("CalledProcessError", "ChildFailedError")
-"""Exceptions with which accelerate, torchrun and other launchers report the failure of a process that they started."""
+"""Exceptions that accelerate, torchrun and other launchers raise to report the failure of a process that they
+started."""
 
 
 def find_own_failures(job: Job) -> list[WorkerFailure]:

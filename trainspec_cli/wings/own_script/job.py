@@ -54,10 +54,10 @@ class CommandSettings:
     """The options of `trainspec run`, without the command."""
 
     max_restarts: int
-    """Maximum number of restarts after failures, over the entire job."""
+    """Maximum number of restarts after failures during the entire job."""
     grace_s: float
     hang_s: float | None
-    """Time in seconds without a sign of work after which a run counts as hung; None: no run counts as hung."""
+    """A run counts as hung after this many seconds without a sign of work; None: no run counts as hung."""
     silent_s: float | None
     """Like `hang_s`, but for the time until the first step is counted."""
     work_s: float
@@ -74,7 +74,7 @@ class OwnCommandRecord:
     """The command as typed on the first node."""
     wanted: CommandSettings
     port: int
-    """The port on the first node at which processes rendezvous."""
+    """The port on the first node where processes rendezvous."""
     python_path: str
     """PYTHONPATH of the shell on the first node."""
     python_safe_path: str
@@ -285,9 +285,9 @@ def device_name(machine: Machine) -> str:
 
 
 def start_environment(job: Job, generation: int, node: str = "", *, on_terminal: bool = False) -> dict[str, str]:
-    """Return the environment variables for one start: the folders in which its processes count their steps and torchrun
+    """Return the environment variables for one start: the folders where its processes count their steps and torchrun
     writes logs. `node`: name of this node's folders in a job on several nodes. `on_terminal`: processes print directly
-    to the terminal, because torchrun would turn each refresh of a progress bar into a line."""
+    to the terminal, because torchrun would turn each refresh of a progress bar into a new line."""
     progress = {PROGRESS: f"{job.launch_id}:{job.run.progress(generation) / node}"}
     logged = {"PET_LOG_DIR": str(job.logs / "ranks"), "PET_TEE": "3"}
     return progress if on_terminal else progress | _unless_set(logged)
@@ -422,7 +422,7 @@ def notes_on(command: Sequence[str]) -> list[str]:
     words = list(itertools.takewhile(lambda word: not word.endswith(".py"), command))
     if not {*words, *(Path(word).name for word in words)}.isdisjoint(_LAUNCHERS):
         notes.append(
-            "note: torchrun opens a store to which anyone who can reach this machine can write, and unpickles its "
+            "note: torchrun opens a store that anyone who can reach this machine can write to, and unpickles its "
             "content (docs/security.md)"
         )
     return notes

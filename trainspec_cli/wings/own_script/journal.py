@@ -40,7 +40,7 @@ class CountedProcess:
     updates_before: int | None
     """The optimizer's update count before this process; None if the optimizer state does not count updates."""
     began: float
-    """Unix time at which the process finished its first step."""
+    """Unix time when the process finished its first step."""
     main_thread: int
     stacks: Path
     attached: bool = False
@@ -52,7 +52,7 @@ class CountedStep:
     number: int
     """The number of the step within its process, starting at 1."""
     at: float
-    """Unix time at which the step ended."""
+    """Unix time when the step ended."""
 
 
 class StepFile:
@@ -113,11 +113,11 @@ class CountedRank:
     number: int
     writer: EventWriter
     step: int
-    """The newest step of the rank, over all starts."""
+    """The newest step of the rank, across all starts."""
     trainer: CountedProcess | None = None
     path: Path | None = None
     before: int = 0
-    """The run's step after which the current process started."""
+    """The run's newest step when the current process started."""
     stepped_at: float = 0.0
     """Unix time of the current process's newest step."""
     made: int = 0
@@ -224,7 +224,7 @@ class StepJournal:
 
 
 def count_steps(run: RunDir) -> int:
-    """Return the number of steps over all starts of a run, including repeated ones."""
+    """Return the number of steps across all starts of a run, including repeated ones."""
     return sum(isinstance(event, StepEvent) for event in read_sound(run.events(0)))
 
 

@@ -387,7 +387,7 @@ def requeueing(run: RunDir, nodes: NodeOptions, console: PrintableConsole, start
 
 class Output:
     """Shows the command's output as it is printed, on the first of several nodes. It omits colours, lines that a
-    progress bar overwrites, and the empty lines into which torchrun turns the refreshes of a progress bar. `job`: the
+    progress bar overwrites, and the empty lines that torchrun prints instead of a progress bar's refreshes. `job`: the
     job of this launch, whose later starts have separate logs."""
 
     def __init__(self, job: Job):

@@ -269,8 +269,8 @@ class OwnNode:
         return [*messages, *found]
 
     def stop(self, group: int | None = None) -> None:
-        """Ask the training processes to exit, after which their launcher exits too. If no process counts steps or has a
-        rank, ask all processes to exit."""
+        """Ask the training processes to exit; their launcher then exits too. If no process counts steps or has a rank,
+        ask all processes to exit."""
         if group is None:
             note_stop(self._job.run, self._generation)
         members = self._processes.members()

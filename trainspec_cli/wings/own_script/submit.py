@@ -51,7 +51,7 @@ STARTERS = {
     "sbatch": "remove sbatch: trainspec writes the batch script",
     "trainspec": "remove `trainspec run`: the job already does the same",
 }
-"""Programs with which the command must not start, because the job already calls them -> advice."""
+"""Programs that the command must not start with, because the job already calls them -> advice."""
 
 
 def prepare_command(
@@ -83,8 +83,8 @@ def prepare_command(
 
 
 def load_cluster(arguments: Sequence[str]) -> Loaded:
-    """Compose the job's keys from `key=value` arguments and the files to which they refer. Raises RecipeError with
-    every problem and its location."""
+    """Compose the job's keys from `key=value` arguments and the files that they refer to. Raises RecipeError with every
+    problem and its location."""
     from trainspec_cli.recipe.compose.compose import (
         compose_arguments,
     )  # deferred: loads hydra, which --help does not need

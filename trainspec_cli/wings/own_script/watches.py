@@ -34,7 +34,7 @@ FIRST_INTERVAL_S = 1.0
 LONGEST_INTERVAL_S = 10.0
 """Bounds of the interval between usage samples: 1/100 of the elapsed time, or 1/20 without counted steps."""
 QUIET_PART = 0.25
-"""Ranks are sampled once this fraction of the hang timeout has passed without a step."""
+"""Sampling of ranks starts once this fraction of the hang timeout has passed without a step."""
 SAMPLES = 20
 """Approximate number of samples taken before a run counts as hung."""
 ANSWER_S = 1.0
@@ -193,8 +193,8 @@ class SignsOfWork:
 
 
 MOVED_BYTES = 2**16
-"""A process that moves fewer bytes than this between two samples does not count as working, because keeping connections
-alive moves some."""
+"""A process that moves fewer bytes than this between two samples does not count as working, because keep-alive traffic
+also moves some."""
 BUSY_CORES = 0.2
 """A process counts as asleep if it computes or waits for a processor for less than this fraction of the time."""
 
@@ -233,8 +233,8 @@ def _is_idle(reading: Reading) -> bool:
 
 
 def _works(reading: Reading, *, waits_for: bool) -> bool:
-    """Return whether a process is working. `waits_for`: whether another rank is idle, for which this process may be
-    waiting."""
+    """Return whether a process is working. `waits_for`: whether there is an idle rank that this process may be waiting
+    for."""
     if _is_idle(reading):
         return False
     if reading.stack_changed or reading.moved_bytes > MOVED_BYTES or reading.child_cores >= BUSY_CORES:
@@ -419,7 +419,7 @@ def locate(stack: str) -> str:
 
 def name_late(ranks: Sequence[RankStands]) -> tuple[list[int], str]:
     """Return the ranks on all nodes that the other ranks are waiting for, and why; all ranks if none differs. If all
-    ranks wait in a library, those that wait at a different place than the majority have skipped an exchange or made an
+    ranks wait in a library, those that wait in a different place from the majority have skipped an exchange or made an
     extra one."""
     numbers = sorted(rank.rank for rank in ranks)
     if ended := sorted(rank.rank for rank in ranks if rank.ended):

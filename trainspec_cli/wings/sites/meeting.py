@@ -57,7 +57,8 @@ class SiteSchedule:
     two exchanges."""
 
     def after(self, exchange: SiteExchange) -> SiteExchange | None:
-        """Return the exchange after `exchange`, which must be applied first; None after the last exchange."""
+        """Return the exchange after `exchange`; None after the last one. `exchange` must be applied before the next one
+        is sent."""
         if exchange.sent_at == self.total_steps:
             return None
         number = exchange.round + 1
@@ -102,7 +103,7 @@ def plan_pieces(
 
 
 def paced_batches(batches: Mapping[int, int], rates: Mapping[int, float], change: float) -> dict[int, int]:
-    """Return the batch sizes with which all sites take the same time for a step.
+    """Return the batch sizes that make all sites take the same time for a step.
 
     `batches`: largest batch of each site. `rates`: samples per second, 0 if unknown. A site gets a smaller batch, of at
     least one sample, if its step takes more than 1 + `change` times as long as the fastest site's step."""
@@ -150,7 +151,7 @@ class RoundRecord:
     """A round's decision, which is the same for all sites."""
 
     exchange: SiteExchange
-    """The exchange on which this round decides."""
+    """The exchange that this round decides on."""
     following: SiteExchange | None
     """The next exchange; None after the last one."""
     included: tuple[int, ...] = ()
@@ -163,7 +164,7 @@ class RoundRecord:
     """Sites that cease to be members with this round."""
     joined: tuple[int, ...] = ()
     diverged: tuple[int, ...] = ()
-    """Sites whose shared weights differ from those of the other sites, which ends the run."""
+    """Sites whose shared weights differ from those of the other sites. If there are any, the run ends."""
 
     @property
     def round(self) -> int:
@@ -184,7 +185,7 @@ class RoundRecord:
 
 
 LOST_AFTER = 2
-"""Number of consecutive late rounds after which a connected site counts as lost."""
+"""A connected site counts as lost after this many consecutive late rounds."""
 
 
 @dataclass(frozen=True)
@@ -367,7 +368,7 @@ class Meeting:
 
 
 def agreement_of(plan: Plan) -> str:
-    """Return a digest of everything on which all sites must agree: the model, the data, the layout, the steps, the
+    """Return a digest of everything that all sites must agree on: the model, the data, the layout, the steps, the
     optimizers and the exchange. Batch sizes, machines and folders may differ."""
     spec = plan.spec
     shared = replace(spec.resilience.sites, site=None, endpoint=None, listen=None, secret=None)

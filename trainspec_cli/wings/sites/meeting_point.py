@@ -77,7 +77,7 @@ class Rounds:
         self.folder.mkdir(exist_ok=True)
         rows = [(site, rank, part) for site, parts in sorted(payloads.items()) for rank, part in sorted(parts.items())]
         head = json.dumps([[site, rank, len(part)] for site, rank, part in rows], allow_nan=False).encode()
-        # Write the gradients first, so that the state never names a round whose gradients are missing.
+        # Write the gradients first, so that the state never refers to a round whose gradients are missing.
         path = self._path(state.round)
         partial = path.with_suffix(".partial")
         partial.write_bytes(b"\n".join((head, b"".join(part for *_, part in rows))))
@@ -116,7 +116,7 @@ Gradient = tuple[Sent, bytes]
 
 class MeetingPoint:
     def __init__(self, meeting: Meeting, rounds: Rounds, secret: bytes, recipe: str, silence_s: float, log: TextIO):
-        """`recipe`: a digest of everything on which all sites must agree."""
+        """`recipe`: a digest of everything that all sites must agree on."""
         self._meeting = meeting
         self._rounds = rounds
         self._recipe = recipe
@@ -156,7 +156,7 @@ class MeetingPoint:
                 if site.is_welcome:
                     for rank, connection in site.ranks.items():
                         of_rank = {one: parts[rank] for one, parts in sent.items()}
-                        # Outer gradients that neither were forwarded to the rank nor reach it directly.
+                        # Outer gradients that were not forwarded to the rank and do not reach it directly.
                         left = {
                             one: payload
                             for one, (message, payload) in of_rank.items()
@@ -193,7 +193,7 @@ class MeetingPoint:
             reason = (
                 f"the site has applied round {hello.applied}, but the meeting point only knows {state.round + 1} rounds"
             )
-            return Refused(reason, "resume the run of site 0 with which the sites started")
+            return Refused(reason, "resume the run of site 0 that the sites started with")
         # A site needs the record of the newest round that it has applied, and all later rounds.
         known = {record.round for record in state.records}
         wanted = range(max(0, hello.applied), state.round + 1)
@@ -343,8 +343,8 @@ def make_meeting_point(plan: Plan, folder: Path, secret: bytes, log: TextIO) -> 
 def _decided(
     record: RoundRecord, parts: Mapping[int, bytes], sent: Mapping[int, Gradient] | None = None
 ) -> tuple[Decided, bytes]:
-    """Return the message for a decision, including some outer gradients. `sent`: all outer gradients. The rank
-    receives the remaining ones in another way."""
+    """Return the message for a decision. It contains the outer gradients `parts`; the rank receives the others in
+    another way. `sent`: all outer gradients."""
     chosen = [site for site in record.included if site in parts]
     sizes = tuple(len(parts[site]) for site in chosen)
     digests = tuple(sent[site][0].sha256 for site in record.included) if sent else ()

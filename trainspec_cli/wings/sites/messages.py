@@ -50,7 +50,7 @@ class SiteHello:
     applied: int
     """The newest round that the rank has applied; -1 before the first one."""
     recipe: str
-    """A digest of everything on which all sites must agree."""
+    """A digest of everything that all sites must agree on."""
     listen: str = ""
     """HOST:PORT of the site's inbox; empty if it has none."""
 

@@ -36,14 +36,14 @@ class SiteLinks:
     """True if each site can reach every other one."""
 
     def exchange_s(self, sent_bytes: float) -> float:
-        """Return the time of an exchange in which each site sends this many bytes: one latency for the outer gradient
-        and one for the decision. Both directions of a link are used at the same time. The busiest link sends more than
-        it receives."""
+        """Return the time of an exchange, given the number of bytes that each site sends. It includes one latency for
+        the outer gradient and one for the decision. Both directions of a link are used at the same time. The busiest
+        link sends more than it receives."""
         return 2 * self.delay_s + self._copies_out * sent_bytes / self.bytes_per_s
 
     def carried_bytes(self, sent_bytes: float) -> float:
-        """Return the number of bytes that the busiest link carries in both directions together, in an exchange in which
-        each site sends this many bytes."""
+        """Return the number of bytes that the busiest link carries in an exchange, in both directions together, given
+        the number of bytes that each site sends."""
         return (self.sites - 1 + self._copies_out) * sent_bytes
 
     @property
@@ -53,7 +53,7 @@ class SiteLinks:
         return others if self.direct else others * others
 
     def all_reduce_s(self, tensor_bytes: float) -> float:
-        """Return the time for a ring all-reduce of a tensor over the sites. Data parallelism would need this time in
+        """Return the time for a ring all-reduce of a tensor across the sites. Data parallelism would need this time in
         every step."""
         others = self.sites - 1
         return 2 * others * (tensor_bytes / self.sites / self.bytes_per_s + self.delay_s)
@@ -67,7 +67,7 @@ def utilisation(between_steps: int, delay_steps: int, step_s: float, exchange_s:
 
 
 def hiding_interval(fragments: int, step_s: float, exchange_s: float, wanted: float) -> int | None:
-    """Return the shortest interval H (from a fixed list) with which a site spends at least the fraction `wanted` of its
+    """Return the shortest interval H (from a fixed list) that lets a site spend at least the fraction `wanted` of its
     time training, if each sum is applied when the next one is sent. None if even the longest interval is too short."""
     for multiple in ROUND_MULTIPLES:
         if utilisation(multiple, multiple, step_s, exchange_s) >= wanted:
@@ -118,7 +118,7 @@ class SitesOutlook:
 
 DAY_S = 86_400.0
 WANTED = 0.95
-"""Minimum fraction of time that must remain for training for an exchange to count as hidden."""
+"""An exchange counts as hidden if it leaves at least this fraction of the time for training."""
 KEPT_BYTES = 4 + 4.0
 """Bytes that a site keeps per trained parameter, for shared weights and outer momentum in fp32."""
 LOSS_PENALTY = (

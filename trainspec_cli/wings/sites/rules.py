@@ -1,5 +1,5 @@
-"""Rules for training at distant sites. They find unsupported recipes, and starts that lack something that a site
-needs."""
+"""Rules for training at distant sites. They find recipes that sites do not support, and starts where something that a
+site needs is missing."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ SITES_RULES = (check_sites,)
 
 
 def check_start(spec: RunSpec) -> None:
-    """Raise RecipeError if a site's run lacks its number or the meeting point, and MachineError if its secret cannot be
-    used."""
+    """Raise RecipeError if a site's run has no site number or no meeting point, and MachineError if its secret cannot
+    be used."""
     sites = spec.resilience.sites
     given = {"site": sites.site, "endpoint": sites.endpoint, "secret": sites.secret}
     for key, value in given.items():

@@ -217,7 +217,7 @@ class SiteInbox:
     It stores nothing, because ranks request from the meeting point what they have missed."""
 
     def __init__(self, site: int, sites: int, secret: bytes, recipe: str, silence_s: float, log: TextIO):
-        """`recipe`: a digest of everything on which all sites must agree."""
+        """`recipe`: a digest of everything that all sites must agree on."""
         self._site = site
         self._count = sites
         self._recipe = recipe
@@ -245,7 +245,7 @@ class SiteInbox:
         if hello.recipe != self._recipe:
             return Refused("the site's recipe differs from that of this site", "give all sites the same recipe")
         if not 0 <= hello.site < self._count or not 0 <= hello.rank < hello.ranks:
-            return Refused(f"there are {self._count} sites, numbered from 0", "type another resilience.sites.site")
+            return Refused(f"there are {self._count} sites, numbered from 0", "set another resilience.sites.site")
         return None
 
     def arrive(self, hello: SiteHello, connection: RankConnection) -> None:

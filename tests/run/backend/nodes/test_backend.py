@@ -219,7 +219,7 @@ def test_a_missing_node_is_named_once_another_is_there(
     lab.wait_until(lambda: any(isinstance(event, NodesSeen) and event.waiting for event in lab.events))
     (seen,) = (event for event in lab.events if isinstance(event, NodesSeen) and event.waiting)
     assert seen.hostnames == ("host0", "")
-    assert seen.waiting.startswith("1 of 2 nodes are here; waiting for node 1 at ")
+    assert seen.waiting.startswith("1 of 2 nodes have joined; waiting for node 1 at ")
     assert "30 min" in seen.waiting and key in seen.waiting
     lab.events.clear()
     lab.call(1)

@@ -1,4 +1,5 @@
-"""Record a layer's forward and backward on a tape, with the same operations and lifetimes as in the engine's blocks."""
+"""Record a layer's forward and backward passes on a tape, with the same operations and lifetimes as in the engine's
+blocks."""
 
 from __future__ import annotations
 
@@ -181,7 +182,7 @@ def feed_forward_of(tape: Tape, x: Value, shape: Shape, width: int) -> Value:
 
 
 def activate(tape: Tape, x: Value, shape: Shape) -> Value:
-    """Record the activation. Squared relu has two steps, and the backward of a power has two temporaries."""
+    """Record the activation. Squared relu has two steps, and the backward pass of a power has two temporaries."""
     if shape.decoder.activation != "relu2":
         return tape.unary(x)
     relu = tape.apply((x,), x.elements, saves_output=True)
@@ -213,7 +214,7 @@ def attention(tape: Tape, x: Value, shape: Shape) -> Value:
 def rotate(tape: Tape, x: Value) -> Value:
     """Rotate `x`. This saves only cosines and sines, which all layers share."""
     size = 0.0 if tape.fuses else x.size
-    # Half of it negated and joined, both products and their sum; in the backward, the products come first.
+    # Half of it negated and joined, both products and their sum; in the backward pass, the products come first.
     kernels = ((size, 2 * size, 2 * size, 2 * size, 3 * size), (2 * size, 2 * size, size, 2 * size, 3 * size))
     return tape.apply((x,), x.elements, scratch=(3 * size, 2.5 * size), kernels=kernels)
 
@@ -384,8 +385,8 @@ def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> V
 
 
 def ring_kernels(q: Value, k: Value, rows: float, turns: int) -> tuple[Kernels, Kernels]:
-    """Return the kernels of ring attention besides attention itself. In its first turn, the last rank attends to all of
-    its keys, and later to half of another rank's."""
+    """Return the kernels of ring attention besides attention itself. In the first turn, the last rank attends to all of
+    its own keys, and in each later turn to half of another rank's."""
     width = q.width
     summed = q.elements * PRECISE
     totals = rows * PRECISE
@@ -549,7 +550,7 @@ def sort_by_expert(tape: Tape, x: Value, indices: Value, shape: Shape) -> Sorted
 
 
 def select_rows(tape: Tape, x: Value, elements: float, copies: Value) -> Value:
-    """Select rows of `x`; in the backward, their gradients are reordered and then summed."""
+    """Select rows of `x`; in the backward pass, their gradients are reordered and then summed."""
     rows = INDEX * copies.elements
     size = elements * x.width
     kernels = (2 * size + rows,), (2 * size + rows, size + x.size)
@@ -610,7 +611,7 @@ def activated(tape: Tape, x: Value, shape: Shape) -> Value:
 def clamped(tape: Tape, gate: Value, up: Value) -> Value:
     """Record gate * sigmoid(1.702 gate) * (up + 1), with both clamped."""
     size = gate.size
-    # In the backward, each bound is compared (a byte per value), and the gradient is kept or zeroed.
+    # In the backward pass, each bound is compared (a byte per value), and the gradient is kept or zeroed.
     compared = size + gate.elements
     kept = 2 * size + gate.elements
     gate = tape.unary(gate, ((2 * size,), (compared, kept)))
@@ -768,7 +769,8 @@ def exp(tape: Tape, x: Value) -> Value:
 
 
 def difference(tape: Tape, left: Value, right: Value) -> Value:
-    """Subtract without saving anything; in the backward, the gradient of the right side is negated in new memory."""
+    """Subtract without saving anything; in the backward pass, the gradient of the right side is negated in new
+    memory."""
     return tape.add(left, tape.negated(right))
 
 
@@ -778,10 +780,11 @@ class BlockProfile:
 
     forward: tuple[Stretch, ...]
     backward: tuple[Stretch, ...]
-    """The segments of the backward. They include the gradients of the output (which reuse its memory) and of the
+    """The segments of the backward pass. They include the gradients of the output (which reuse its memory) and of the
     parameters."""
     put_off: float
-    """Bytes kept from the input-gradient pass until the weight-gradient pass, if the schedule splits the backward."""
+    """Bytes kept from the input-gradient pass until the weight-gradient pass, if the schedule splits the backward
+    pass."""
 
     @property
     def kept(self) -> float:
@@ -794,7 +797,7 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
     tape.is_saving = recompute == "none"
     tape.kept = [] if recompute == "selective" else None
     out = block()
-    if tape.fuses and tape.kept:  # the compiler sees that no backward needs the last costly result
+    if tape.fuses and tape.kept:  # the compiler sees that the backward pass does not need the last costly result
         tape.kept.pop()
     tape.mark()
     forward, tape.stretches, saves = tuple(tape.stretches), [], tape.saves
@@ -842,7 +845,7 @@ def with_bias(tape: Tape, mixed: Value, mixer: Mixer, shape: Shape) -> Value:
 @lru_cache(maxsize=1024)
 def mixer_kernels(shape: Shape, mixer: Mixer) -> tuple[Counter[float], Counter[float]]:
     """Return the kernels of one mixer of a layer with its norm and residual, forward and backward, except for products
-    and attention: for each number of bytes that a kernel reads and writes, how many kernels do."""
+    and attention. The result maps the number of bytes that a kernel reads and writes to the number of such kernels."""
     tape = Tape(shape.width)
     x = tape.leaf(shape.outside_tokens * shape.hidden, frozen=False)
     y = tape.add(x, with_bias(tape, MIXERS[mixer](tape, norm(tape, x, shape), shape), mixer, shape))

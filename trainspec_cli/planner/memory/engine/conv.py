@@ -48,7 +48,7 @@ class ConvTape(Tape):
 
     def batch_norm(self, x: Value, channels: int) -> Value:
         """Record a batch norm. Statistics are in fp32: narrower inputs are copied, and so is the gradient in the
-        backward."""
+        backward pass."""
         size, narrow = x.elements * PRECISE, x.width < PRECISE
         forward = 2 * size - x.elements * x.width if narrow else 0.0
         backward = 4 * size - x.elements * x.width if narrow else 2 * size

@@ -90,8 +90,8 @@ def outer_bytes_of(spec: RunSpec) -> float:
 
 
 def is_counted(model: ModelSpec, offload: str) -> bool:
-    """Return whether memory can be counted: the engine supports the model, and its family can be counted. With
-    `offload`, only text models can be counted."""
+    """Return whether memory can be counted, which requires that the engine supports the model and that its family can
+    be counted. With `offload`, only text models can be counted."""
     return bool(model.record.memory) and model.is_built and (offload == "none" or isinstance(model, TextModel))
 
 
@@ -160,7 +160,7 @@ def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
 CAUSES = ("parameters", "optimizer", "gradients", "gathered", "activations", "logits", "collectives", "temporaries")
 """Causes of memory use. Gradients are the sharded ones, which the optimizer reads, and the unsharded ones until they
 are exchanged. Collectives are the buffers of data-parallel exchanges, and the pipeline's messages. Until a block's
-backward ends, its gradients count as activations."""
+backward pass ends, its gradients count as activations."""
 
 
 Stream = Literal["compute", "gather", "reduce"]
@@ -204,9 +204,9 @@ class Account:
 
 # FSDP2 (torch 2.13): units are gathered and freed, and their gradients are reduced.
 #
-# Lifetimes follow its source. A forward keeps its all-gather buffer until the next unit's parameters are copied out. A
-# backward gathers the previous unit while it processes the current one. The buffer of a reduce-scatter lives until the
-# next reduce-scatter.
+# Lifetimes follow its source. A forward pass keeps its all-gather buffer until the next unit's parameters are copied
+# out. A backward pass gathers the previous unit while it processes the current one. The buffer of a reduce-scatter
+# lives until the next reduce-scatter.
 
 
 MASTER_WIDTH = 4.0
@@ -229,18 +229,18 @@ class Sharded:
 
 class Sharding:
     """The sharded parameters of one stage. `keeps`: whether they are gathered once per step instead of being freed
-    after each forward and backward. `offloads`: whether reduced gradients are moved to the host."""
+    after each forward and backward pass. `offloads`: whether reduced gradients are moved to the host."""
 
     def __init__(self, account: Account, width: float, reduce_width: float, *, keeps: bool, offloads: bool = False):
         self.account, self.width, self.reduce_width, self.keeps = account, width, reduce_width, keeps
         self.offloads = offloads
         self.buffer_bytes = 0.0
-        """Size of the forward's most recent all-gather buffer."""
+        """Size of the forward pass's most recent all-gather buffer."""
         self.reduced_bytes = 0.0
         """Size of the most recent reduce-scatter buffer."""
 
     def gather(self, part: Sharded) -> None:
-        """Gather the part's parameters in a forward."""
+        """Gather the part's parameters in a forward pass."""
         if part.is_gathered or not part.unit.full:
             return
         size, account = part.unit.gathered * self.width, self.account
@@ -276,7 +276,7 @@ class Sharding:
         part.prefetched = True
 
     def gather_again(self, part: Sharded) -> None:
-        """Gather the part's parameters in a backward, and free the buffer immediately."""
+        """Gather the part's parameters in a backward pass, and free the buffer immediately."""
         if part.is_gathered:
             return
         size = part.unit.gathered * self.width
@@ -379,7 +379,7 @@ class _Block:
 
     @property
     def units(self) -> list[Sharded]:
-        """Return the units in the order in which their forwards end."""
+        """Return the units in the order in which their forward passes end."""
         return [self.experts, self.own] if self.experts else [self.own]
 
 
@@ -391,7 +391,7 @@ class _Stage:
     outside: Sharded
     sharding: Sharding
     left: int
-    """Number of remaining backwards."""
+    """Number of remaining backward passes."""
 
     @cached_property
     def units(self) -> list[Sharded]:
@@ -399,7 +399,8 @@ class _Stage:
 
     @cached_property
     def before(self) -> dict[int, Sharded | None]:
-        """Id of a unit -> the unit whose forward ended just before it, and whose backward therefore comes next."""
+        """Id of a unit -> the unit whose forward pass ended just before it, and whose backward pass therefore comes
+        next."""
         return {id(unit): before for before, unit in zip([None, *self.units], self.units, strict=False)}
 
 
@@ -553,7 +554,7 @@ class _Replay:
             # them.
             sharding.gather_again(stage.blocks[-1].own)
             sharding.prefetch(stage.before[id(stage.blocks[-1].own)])
-        # If an earlier micro-batch's backward freed the parameters outside the blocks, gather them again.
+        # If an earlier micro-batch's backward pass freed the parameters outside the blocks, gather them again.
         sharding.gather_again(stage.outside)
         sharding.prefetch(stage.blocks[-1].own if stage.blocks else None)
         if stage.last:
@@ -582,7 +583,7 @@ class _Replay:
     def _work(
         self, stage: _Stage, block: _Block, stretches: tuple[Stretch, ...], exchanges: bool | None = None
     ) -> None:
-        """Run a block's forward or backward, which may exchange gradients (`exchanges`)."""
+        """Run a block's forward or backward pass, which may exchange gradients (`exchanges`)."""
         live = 0.0
         for stretch in stretches:
             self.account.touch(stretch.peak - live)
@@ -592,8 +593,8 @@ class _Replay:
                 self._shard_experts(stage, block.experts, stretch.then, exchanges)
 
     def _shard_experts(self, stage: _Stage, experts: Sharded, event: Event, exchanges: bool | None) -> None:
-        """Process an event of separately sharded experts. A forward that is recomputed in the backward ends with the
-        experts and leaves them gathered."""
+        """Process an event of separately sharded experts. A forward pass that is recomputed in the backward pass ends
+        with the experts and leaves them gathered."""
         sharding = stage.sharding
         if event == "gather":
             sharding.gather(experts)
@@ -622,7 +623,7 @@ class _Replay:
 
 
 def loss_bytes(run: EngineRun, model: TextModel) -> float:
-    """Return the peak bytes of the loss, excluding the head's fp32 gradient, which lasts until the backward."""
+    """Return the peak bytes of the loss, excluding the head's fp32 gradient, which lasts until the backward pass."""
     logits, temporaries, product = loss_parts(run, model)
     return logits + max(temporaries, product)
 

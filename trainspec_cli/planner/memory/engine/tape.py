@@ -1,5 +1,5 @@
-"""Reverse-mode differentiation of sizes: what a block allocates, saves and frees in the forward and the backward, and
-what its kernels read and write.
+"""Reverse-mode differentiation of sizes: what a block allocates, saves and frees in the forward and backward passes,
+and what its kernels read and write.
 
 A `Value` represents a tensor, and a `Storage` its memory. As in the engine, memory is live as long as something
 references it: a local variable, a node's saved input, a pending gradient. A block recorded here with the same
@@ -27,7 +27,8 @@ NF4_INDEX = 2.0
 Kernels = Sequence[float]
 """Bytes that each kernel reads and writes."""
 Event = Literal["gather", "free", "gather_again", "reduce"]
-"""Events of separately sharded experts within a block, which occur before and after their forward and backward."""
+"""Events of separately sharded experts within a block, which occur before and after their forward and backward
+passes."""
 
 
 @dataclass(frozen=True)
@@ -123,29 +124,29 @@ class Tape:
         consecutive element-wise operations into one kernel, so that the values between them need no memory."""
         self.width, self.meter, self.fp8, self.frozen, self.fuses = width, Meter(), fp8, frozen, fuses
         self.is_saving = True
-        """If False, nothing is saved for a backward, as in a forward that will be recomputed."""
+        """If False, nothing is saved for a backward pass, as in a forward pass that will be recomputed."""
         self.recomputes = False
-        """True if the forward is being recomputed for a backward."""
+        """True if the forward pass is being recomputed for a backward pass."""
         self.recalls = False
-        """True if the costly results of the first forward were kept."""
+        """True if the costly results of the first forward pass were kept."""
         self.kept: list[Storage] | None = None
         """Kept results of costly operations, for selective recomputation; None if they are not kept."""
         self.recalled: deque[Storage] = deque()
-        """Kept results, which the recomputed forward uses."""
+        """Kept results, which the recomputed forward pass uses."""
         self.put_off: list[tuple[Storage, Storage]] | None = None
         """Storages that deferred weight gradients need; None if weight gradients are not deferred."""
         self.saves_left = float("inf")
-        """After this many saves, the recomputed forward ends and allocates nothing more."""
+        """After this many saves, the recomputed forward pass ends and allocates nothing more."""
         self.saves = 0
         self.stretches: list[Stretch] = []
         self.turns: list[float] = []
-        """Positions in the backward at which linear layers compute their weight gradients while an exchange is in
+        """Positions in the backward pass at which linear layers compute their weight gradients while an exchange is in
         progress. Each layer takes the last entry; once only one is left, all other layers use it."""
         self.left: list[float] = []
-        """Positions in the backward for work that runs while the output gradients of the block's earlier regions are
-        gathered."""
+        """Positions in the backward pass for work that runs while the output gradients of the block's earlier regions
+        are gathered."""
         self.kernels: tuple[list[float], list[float]] = ([], [])
-        """The kernels of the forward and of the backward, except for products and fused attention. Recomputed and fused
+        """The kernels of the forward and backward passes, except for products and fused attention. Recomputed and fused
         blocks are not counted."""
         self._in_backward = False
         self._inner_leaves: list[Node] | None = None
@@ -166,7 +167,7 @@ class Tape:
         return Value(Storage(Meter(), 0.0), elements, self.width, node)
 
     def backward(self, node: Node, gradient: Value) -> None:
-        """Run the backward from `node` to the leaves. If a value has several gradients, they are added in new
+        """Run the backward pass from `node` to the leaves. If a value has several gradients, they are added in new
         memory."""
         self._in_backward = True
         arrived = {node: gradient}
@@ -215,7 +216,7 @@ class Tape:
         self.meter.peak = self.meter.live
 
     def enter(self, x: Value) -> Value:
-        """Enter the separately sharded part. Its gradients leave the tape after its backward."""
+        """Enter the separately sharded part. Its gradients leave the tape after its backward pass."""
         self.mark("gather")
         leaves: list[Node] = []
         self._inner_leaves = leaves
@@ -252,10 +253,10 @@ class Tape:
         costly: bool = False,
         kernels: tuple[Kernels, Kernels] | None = None,
     ) -> Value:
-        """Record a new value computed from `inputs`, with a new gradient for each input in the backward. `scratch`:
-        additional bytes that are live during the forward and the backward, respectively. `kernels`: those of the
-        forward and the backward, by default one for the result and one for each gradient, which also reads what was
-        saved; none for a costly operation, which is a product or attention."""
+        """Record a new value computed from `inputs`, with a new gradient for each input in the backward pass.
+        `scratch`: additional bytes that are live during the forward and the backward pass, respectively. `kernels`:
+        those of the forward and the backward pass. By default, there is one for the result and one for each gradient,
+        which also reads what was saved; a costly operation (a product or attention) has none."""
         out_bytes = elements * (self.width if width is None else width)
         if kernels is None and not costly:
             read = out_bytes + sum(value.read_bytes for value in saved) + saves_output * out_bytes
@@ -363,8 +364,8 @@ class Tape:
         finish: Backward,
     ) -> tuple[Value, float]:
         """Record an exchange whose result has `elements` elements, using `scratch` temporary bytes. `start`: begins the
-        backward's exchange of a gradient, and returns its result and what it sends. `finish`: ends that exchange.
-        Return (the result, the position in the backward for work that runs between the two)."""
+        exchange of a gradient in the backward pass, and returns its result and what it sends. `finish`: ends that
+        exchange. Return (the result, the position in the backward pass for work that runs between the two)."""
         sent: list[Storage] = []
 
         def end(gradient: Value) -> Sequence[Value | None]:
@@ -387,7 +388,7 @@ class Tape:
         return self._recorded(out, (x,), begin), turn
 
     def dequantised_linear(self, x: Value, weights: float, elements: float) -> Value:
-        """Multiply by a frozen matrix that is dequantised in the forward and again in the backward."""
+        """Multiply by a frozen matrix that is dequantised in the forward and again in the backward pass."""
         whole = weights * self.width
         scales = PRECISE * weights / NF4_BLOCK
         peak = whole + scales + min(weights, NF4_CHUNK) * (PRECISE + NF4_INDEX)
@@ -449,7 +450,8 @@ class Tape:
         width: float | None,
         scratch: tuple[float, float],
     ) -> Value:
-        """Return the result of a cheap operation, which is not stored but recomputed when the backward reads it."""
+        """Return the result of a cheap operation, which is not stored but recomputed when the backward pass reads
+        it."""
         self.saves += len(saved) + saves_output
         held = JoinedStorage(self.meter, *(value.storage for value in (*inputs, *saved)))
         sizes = [(value.elements, value.width) if value.node else None for value in inputs]
@@ -466,16 +468,17 @@ class Tape:
     def _deferred(self, *inputs: Value) -> Value:
         """Return the result of a fused element-wise operation: its readers keep the inputs and compute it again.
 
-        In the backward, the gradients of the inputs reuse the memory of the incoming one."""
+        In the backward pass, the gradients of the inputs reuse the memory of the incoming one."""
         held, count = JoinedStorage(self.meter, *(value.storage for value in inputs)), len(inputs)
         out = Value(held, inputs[0].elements, inputs[0].width)
         return self._recorded(out, inputs, lambda gradient: (gradient,) * count)
 
     def _fused_product(self, left: Value, right: Value) -> Value:
-        """Record a fused product. In the backward, the gradient of `left` reuses the memory of the incoming one.
+        """Record a fused product. In the backward pass, the gradient of `left` reuses the memory of the incoming one.
 
-        In a backward that recomputes the forward, one kernel computes both gradients and the product (which is needed
-        for the weights' gradient). Their memory is therefore live together with everything that the kernel reads.
+        In a backward pass that recomputes the forward pass, one kernel computes both gradients and the product (which
+        is needed for the weights' gradient). Their memory is therefore live together with everything that the kernel
+        reads.
         """
         saved, again = ((left, right) if self.is_saving else ()), self.recomputes
         if again:
@@ -518,24 +521,24 @@ class Tape:
         return x if x.width == width else self.apply((x,), x.elements, width=width)
 
     def split(self, x: Value, *sizes: float) -> list[Value]:
-        """Return views of parts of `x`; in the backward, their gradients are copied into one tensor."""
+        """Return views of parts of `x`; in the backward pass, their gradients are copied into one tensor."""
         size = x.elements, x.width
         node = Node(next(self._numbers), (x.node,), lambda _: (self._moved(x.size, *size),), has_views=True)
         passing: Backward = lambda gradient: (gradient,)  # noqa: E731
         return [Value(x.storage, size, x.width, Node(next(self._numbers), (node,), passing)) for size in sizes]
 
     def part(self, x: Value, elements: float) -> Value:
-        """Return a view of part of `x`; in the backward, its gradient is copied into a zero tensor."""
+        """Return a view of part of `x`; in the backward pass, its gradient is copied into a zero tensor."""
         size = x.elements, x.width
         return self._view(x, elements, lambda gradient: (self._moved(gradient.size, *size),))
 
     def expand(self, x: Value, elements: float, width: float | None = None) -> Value:
-        """Return a view that repeats `x` (possibly with a different width); the backward is a sum."""
+        """Return a view that repeats `x` (possibly with a different width); the backward pass is a sum."""
         size = x.elements, x.width
         return self._view(x, elements, lambda gradient: (self._moved(gradient.size, *size),), width)
 
     def cat(self, *parts: Value) -> Value:
-        """Concatenate by copying; in the backward, the gradients are views of the incoming one."""
+        """Concatenate by copying; in the backward pass, the gradients are views of the incoming one."""
         width, sizes = parts[0].width, [part.elements for part in parts]
         self.move(sum(part.read_bytes for part in parts) + sum(sizes) * width)
         out = self._result(sum(sizes), width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
@@ -546,7 +549,7 @@ class Tape:
         return self._recorded(out, parts, backward)
 
     def with_side(self, x: Value, loss: Value) -> Value:
-        """Return `x`; the backward also starts from the scalar `loss`."""
+        """Return `x`; the backward pass also starts from the scalar `loss`."""
         return self._recorded(x, (x, loss), lambda gradient: (gradient, self.new(1, 4.0)))
 
     def negated(self, x: Value) -> Value:

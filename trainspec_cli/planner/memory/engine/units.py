@@ -214,8 +214,8 @@ for Newton-Schulz, the rest for the sent and received parts."""
 
 
 def state_bytes(optimizer: KeptState, unit: Unit, *, in_block: bool, outer_bytes: float = 0.0) -> float:
-    """Return the bytes of optimizer state for a unit's trained parameters, on the rank with the largest part.
-    `outer_bytes`: bytes per parameter for an outer optimizer."""
+    """Return the size in bytes of the optimizer state for a unit's trained parameters, on the rank with the largest
+    part. `outer_bytes`: bytes per parameter for an outer optimizer."""
     own = sum(
         _bytes_of_row(optimizer, (rows, row), in_block) * -(-rows // unit.shards) for rows, row in unit.trained.matrices
     )
@@ -243,8 +243,8 @@ def is_hidden(matrix: Matrix) -> bool:
 
 
 def update_bytes(optimizer: KeptState, blocks: Iterable[Unit], outside: Iterable[Unit], width: float) -> float:
-    """Return the bytes of an update's temporaries, which peak at the largest parameter. `width`: bytes per value in
-    muon's compute format."""
+    """Return the size in bytes of an update's temporaries, which peak at the largest parameter. `width`: bytes per
+    value in muon's compute format."""
     of_blocks = [matrix for unit in blocks for matrix in unit.trained.matrices]
     own = [-(-rows // unit.shards) * row for unit in (*blocks, *outside) for rows, row in unit.trained.matrices]
     if optimizer == "adamw8bit":

@@ -44,7 +44,7 @@ APPEAR_TIMEOUT_S = 60.0
 """Time in seconds that a network file system may take to show a new file on another node."""
 EXAMINE_TIMEOUT_S = 180.0
 RETURN_INTERVAL_S = 1.0
-"""Interval at which a disconnected agent tries to reconnect."""
+"""Interval between a disconnected agent's attempts to reconnect."""
 CUT_OFF, UNFIT = 3, 4
 """Exit codes of an agent that lost its connection to the hub, and of one whose node is unfit."""
 
@@ -118,7 +118,7 @@ def await_record(run: RunDir, generation: int) -> GenerationRecord:
     while not (record := generations.read(run, generation)):
         if time.monotonic() > deadline:
             message = f"{socket.gethostname()} cannot see {run.generation(generation)}"
-            hint = "keep the folder of the run on a file system that all nodes share"
+            hint = "put the run folder on a file system that all nodes share"
             raise MachineError(Problem("not_shared", message, hint=hint, environment=True))
         time.sleep(POLL_S)
     return record
@@ -131,7 +131,7 @@ def connect(record: GenerationRecord, secret: bytes, node: int) -> Wire:
         wire = call_hub(address, secret)
     except OSError as error:
         message = f"{socket.gethostname()} cannot reach the first node at {address[0]}:{address[1]}: {error}"
-        hint = "open the network between the job's nodes (a firewall), or check the cable"
+        hint = "allow connections between the job's nodes (a firewall may block them), or check the cable"
         raise MachineError(Problem("hub_unreachable", message, hint=hint, environment=True)) from error
     wire.send(messages.Hello(node, node_name()))
     return wire

@@ -53,7 +53,7 @@ class Reach:
     """How this process reaches the nodes of a job."""
 
     head: str
-    """Name or address of the first node, on which this process runs."""
+    """Name or address of the first node, where this process runs."""
     start: tuple[str, ...]
     """A command that runs an agent on every node (srun), or only on this node; RUN and GENERATION are appended to
     it."""
@@ -217,7 +217,7 @@ class NodesBackend:
         self._rendezvous: Rendezvous | None = None
         self._rendezvous_watch: RendezvousWatch | None = None
         self._port = 0
-        """For a job without a plan: the port at which its processes rendezvous."""
+        """For a job without a plan: the port where its processes rendezvous."""
         if plan:
             self._rendezvous = Rendezvous(job, plan.spec.resilience, secret_file, address, port, name=reach.head)
             self._rendezvous_watch = RendezvousWatch(self._rendezvous, job.run, plan)
@@ -277,7 +277,7 @@ class NodesBackend:
             # The agent of node 0 is started by this process's job, and may connect later than another node's agent.
             if missing and self._hub.nodes[0].is_connected:
                 waiting = (
-                    f"{self._num_nodes - len(missing)} of {self._num_nodes} nodes are here; waiting for node "
+                    f"{self._num_nodes - len(missing)} of {self._num_nodes} nodes have joined; waiting for node "
                     f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''} at {self._reach.head} "
                     f"(up to {format_duration(self._join_timeout_s)} after the start; {self._kind.join_key})"
                 )

@@ -287,8 +287,7 @@ class LinkRate:
     links: Count
     """Number of links along the axis."""
     bytes_per_s: Rate
-    """Rate at which each rank of the link sends, excluding waits: the median over the samples since the link's last
-    change."""
+    """Send rate of each rank of the link, excluding waits: the median over the samples since the link's last change."""
     noise: Rate
     """Standard deviation of the samples, as a fraction."""
     sent_bytes: Rate
@@ -363,7 +362,7 @@ class CountersEvent(Event):
     cpu_s: Seconds
     """Processor time of the main thread."""
     queued_s: Seconds
-    """Time during exposed communication where the main thread was runnable but did not have a processor."""
+    """Time during exposed communication when the main thread was runnable but did not have a processor."""
     throttled_s: Seconds
     """Time during which a quota throttled the process's control group, summed over all processors."""
     steal_s: Seconds
@@ -394,7 +393,7 @@ class CountersEvent(Event):
     """Duration of the shortest of the small exchanges that end the steps. The minimum over all ranks is the network's
     latency."""
     left_at: Seconds
-    """Unix time at which this rank left the last of these exchanges, according to its node's clock."""
+    """Unix time when this rank left the last of these exchanges, according to its node's clock."""
     starved_s: Seconds | Absent = ABSENT
     """Time in the passes and the optimizer during which an accelerator waited for the host to queue work; absent on a
     CPU."""
@@ -521,7 +520,7 @@ class StepEvent(Event):
     exposed_s: Seconds | Absent = ABSENT
     """The part of `exchange_s` that does not overlap with compute."""
     queued_s: Seconds | Absent = ABSENT
-    """Time outside exposed communication where the main thread was runnable but did not have a processor."""
+    """Time outside exposed communication when the main thread was runnable but did not have a processor."""
     noise_scale: float | Absent | None = ABSENT
     """Noise scale of the gradients, in samples (`balance/batch/batch.py`), averaged over the steps so far; None if it
     is infinite."""

@@ -118,8 +118,8 @@ def bundle(
 
 
 def _load_recipes(arguments: Sequence[str]) -> Iterator[WantedRecipe]:
-    """Yield the recipes. Raises RecipeError for a value before the first recipe or a repeated name, and the errors of
-    `load`."""
+    """Yield the recipes. Raises RecipeError for a key=value before the first recipe or for a repeated name, and the
+    errors of `load`."""
     groups: dict[str, list[str]] = {}
     current: list[str] | None = None
     for word in arguments:

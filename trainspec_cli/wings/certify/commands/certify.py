@@ -76,7 +76,7 @@ Key = Annotated[
     str | None,
     typer.Option(
         metavar="KEY",
-        help="Sign with this private key; with --verify: the public key (FILE.pub, SHA256:...) that must have signed.",
+        help="Sign with this private key; with --verify: public key (FILE.pub, SHA256:...) that must have signed it.",
     ),
 ]
 Verify = Annotated[

@@ -40,7 +40,7 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="key=value",
-        help="Cluster keys, if its nodes differ from this one: cluster.devices_per_node=8 or cluster=h100.",
+        help="Cluster keys, if the cluster's nodes differ from this one: cluster.devices_per_node=8 or cluster=h100.",
         show_default=False,
     ),
 ]

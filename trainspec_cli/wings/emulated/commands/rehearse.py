@@ -56,9 +56,9 @@ def rehearse(
     it, and the step time.
 
     The engine's own code runs on an emulated device, whose tensors have sizes but no values. No other ranks are needed.
-    Memory is counted by the rules of torch's caching allocator. Exit code 3 means that a rank runs out of memory. From
-    the rehearsed steps, disturb=NAME|FILE simulates the run under a disturbance, and fault=... determines the cost of a
-    fault."""
+    Memory is counted by the rules of torch's caching allocator. Exit code 3 means that a rank runs out of memory. Based
+    on the rehearsed steps, disturb=NAME|FILE simulates the run under a disturbance, and fault=... determines the cost
+    of a fault."""
     for file, option in ((html, "--html"), (trace, "--trace")):
         if file is not None:
             check_writable(file, option)

@@ -68,9 +68,9 @@ class ChipCosts:
     world_size: int = 1
     eff: Efficiency = field(default_factory=Efficiency)
     attention_generation: int = 2
-    """Tensor core generation for which torch's attention kernels are written (`Rates.generation`)."""
+    """Tensor core generation that torch's attention kernels are written for (`Rates.generation`)."""
     retried_s: float = -math.inf
-    """Virtual host time at which the allocator last released its unused memory."""
+    """Virtual host time when the allocator last released its unused memory."""
     _present: tuple[tuple[DeviceDisturbance, ...], float, float, list[DeviceDisturbance]] | None = None
     """The disturbances of this rank, and the interval of virtual time in which they do not change."""
     sources: dict[int, random.Random] = field(default_factory=dict)
@@ -95,8 +95,8 @@ class ChipCosts:
         return moved_s(nbytes, self.rates(torch.bfloat16), self.eff)
 
     def _product_s(self, gemm: Gemm, dtype: torch.dtype, contiguous: Collection[int] = ()) -> float:
-        """`contiguous`: the dimensions along which the factors and the result are contiguous, if these are not the
-        inner one and the columns; the kernel loads tiles along them."""
+        """`contiguous`: the sizes of the dimensions that are contiguous in the factors and the result; if empty, these
+        are the inner dimension and the columns. The kernel loads tiles along them."""
         if not gemm.flops:
             return 0.0
         loaded = replace(gemm, n=max(contiguous), k=min(contiguous)) if contiguous else gemm
@@ -143,8 +143,8 @@ class ChipCosts:
         return traffic_s
 
     def exchange_s(self, kind: str, ranks: Sequence[int], nbytes: float) -> float:
-        """Return the time of an exchange among these global ranks; `nbytes` is the larger of the bytes that any rank
-        sends and receives."""
+        """Return the time of an exchange among these global ranks; `nbytes` is the most that any rank sends or
+        receives."""
         group = group_of_ranks(self.fabric, ranks, self.eff)
         if kind == "allreduce":
             return all_reduce_s(group, nbytes, self.eff)

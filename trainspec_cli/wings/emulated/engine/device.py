@@ -2,9 +2,9 @@
 
 torch calls such a device PrivateUse1, the extension point for vendor plugins. A device tensor describes host memory
 obtained from the device's allocator (memory.py), and an operation on it is queued in the current stream (streams.py),
-where it runs as a host operation. Values are therefore bitwise identical to those of a CPU run. What differs from a CPU
-is what the engine's accelerator path relies on: host and device tensors do not mix, order between streams comes from
-events and waits, copies are explicit, memory is limited, and reading a value on the host synchronises.
+where it runs as a host operation. Values are therefore bitwise identical to those of a CPU run. The device differs from
+a CPU in what the engine's accelerator path relies on: host and device tensors do not mix, order between streams comes
+from events and waits, copies are explicit, memory is limited, and reading a value on the host synchronises.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _is_composed(op: Any) -> bool:
 
 
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
-"""Operations in which torch implicitly copies host indices to the device. Such copies are easily overlooked."""
+"""Operations where torch implicitly copies host indices to the device. Such copies are easily overlooked."""
 
 
 def _on_device(index: Any) -> Any:

@@ -103,7 +103,7 @@ class Arrival:
     nbytes: int
     """The larger of the sizes that the rank sends and receives."""
     at_s: float = 0.0
-    """Virtual time at which the rank arrives."""
+    """Virtual time when the rank arrives."""
 
 
 ARRIVAL_BYTES = 640

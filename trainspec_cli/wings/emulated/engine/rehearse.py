@@ -1,7 +1,7 @@
 """Run steps of one rank of a plan on the emulated device, without values and without the other ranks.
 
 Tensors have shapes and memory, and exchanges complete immediately, so one process can represent any rank of a world of
-any size. Tokens are spread evenly over experts. Blocks run eagerly, with the default kernels."""
+any size. Tokens are spread evenly across experts. Blocks run eagerly, with the default kernels."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int, f
 
 
 def _sum_parts(together: Iterable[Segments]) -> dict[str, float]:
-    """Return the total seconds by part, summed over several segments of a step."""
+    """Return the time of each part, in seconds, summed over several segments of a step."""
     total: Counter[str] = Counter()
     for segments in together:
         total.update(segments.parts_s())

@@ -8,7 +8,7 @@ scheduler with probabilistic guarantees of finding bugs"), so that a stream may 
 
 With virtual time, each stream and the host have a clock. Work starts when the host has queued it and the stream has
 finished the work before it. The host's clock advances when it queues something or waits. None of this depends on real
-time, or on when the work really runs.
+time, or on when the work actually runs.
 """
 
 from __future__ import annotations
@@ -113,11 +113,11 @@ class Moment:
     number: int = 0
     """Number of work items queued in the stream before this point."""
     host_s: float = math.nan
-    """Real time at which the stream reached this point; NaN until then."""
+    """Real time when the stream reached this point; NaN until then."""
     device_s: float = 0.0
-    """Virtual time at which the stream reached this point."""
+    """Virtual time when the stream reached this point."""
     queued_s: float = 0.0
-    """Virtual time at which a host thread recorded the event."""
+    """Virtual time when a host thread recorded the event."""
 
     @property
     def is_reached(self) -> bool:
@@ -140,7 +140,7 @@ class QueuedWork:
     duration_s: float = 0.0
     """Duration in virtual time."""
     queued_s: float = 0.0
-    """Virtual time at which the host queued the work."""
+    """Virtual time when the host queued the work."""
     handle: Any = None
     name: str = ""
     """Name of the operation or exchange, shown in a trace."""
@@ -306,7 +306,7 @@ class Stream:
 class StreamEvent:
     def __init__(self, *_: Any, **__: Any):
         self.at: Moment | None = None
-        """The moment at which the event was last recorded."""
+        """The moment when the event was last recorded."""
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current_stream()
@@ -360,7 +360,7 @@ class Scheduler:
         self._picked = 0.0
         self._needed = 0.0
         self.active_s = 0.0
-        """In order mode: real time at which work was last queued or run."""
+        """In order mode: real time when work was last queued or run."""
         self._has_exchanges = threading.Event()
         self._background: threading.Thread | None = None
         self.on_work: Callable[[Stream, QueuedWork, float, float], None] | None = None

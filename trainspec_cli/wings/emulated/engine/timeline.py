@@ -16,7 +16,7 @@ from trainspec_cli.wings.emulated.engine.streams import DEFAULT, SCHEDULER, Queu
 from trainspec_cli.wings.emulated.timeline import COMPUTE, WAIT, Slice, StepPart, Timeline, keep_longest
 
 STRETCHES = 500
-"""The memory curve has the lowest and highest value in each of this many intervals, which keeps the page and `--json`
+"""The memory curve has the lowest and highest value in each of this many intervals, to keep the page and `--json`
 small. The peak is always one of these values."""
 REST = "rest of the step"
 """The remainder of a step, outside its named parts."""
@@ -92,7 +92,7 @@ class StepTimeline:
             while self._waited.get(source, (0.0, source))[0] == began_s:
                 source = self._waited[source][1]
             self._waited[stream] = began_s, source
-            # Any other stream is only idle until it gets work, which is not a wait.
+            # A stream of any other kind is only idle until it gets work; it is not waiting.
             if stream is DEFAULT:
                 merged.append(_Merged(part, WAIT, before_s, began_s, "", work, 0, source))
         if not work.duration_s:

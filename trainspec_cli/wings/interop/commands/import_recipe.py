@@ -28,8 +28,8 @@ def import_recipe(file: File, output: Output = None, engine: From = "", as_json:
     """Read the configuration of an existing run as a recipe, so that trainspec can plan it.
 
     Reads DeepSpeed's JSON, the YAML of Accelerate, axolotl and MaxText, modules of torchtitan or Megatron-Bridge
-    (parsed, not run), and Megatron-LM's arguments in a shell script. The recipe leaves open everything that the file
-    does not contain: specify model=NAME, cluster=NAME and so on."""
+    (parsed, not run), and Megatron-LM's arguments in a shell script. Whatever the file does not contain stays unset in
+    the recipe: specify model=NAME, cluster=NAME and so on."""
     imported = import_file(file, engine)
     if output:
         write_recipe(imported, output)

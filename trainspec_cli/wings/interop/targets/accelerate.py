@@ -90,7 +90,7 @@ FIXED = (
 )
 
 LIMITS = {
-    "layout.zero_stage": "FSDP2 always shards gradients: stage 2 keeps parameters after the forward, 3 frees them",
+    "layout.zero_stage": "FSDP2 always shards gradients: stage 2 keeps parameters after the forward pass, 3 frees them",
     "layout.pp": "Accelerate has no pipeline parallelism",
     "layout.ep": "Accelerate has no expert parallelism",
     "layout.context_method": "Accelerate uses torch's ring attention; for Ulysses use DeepSpeed (see --for deepspeed)",

@@ -238,7 +238,7 @@ FIXED = (
 LIMITS = {
     "init.from": "axolotl always trains an existing model (base_model)",
     "data.source": "axolotl reads files of text or conversations",
-    "layout.zero_stage": "FSDP2 always shards gradients: stage 2 keeps parameters after the forward, 3 frees them",
+    "layout.zero_stage": "FSDP2 always shards gradients: stage 2 keeps parameters after the forward pass, 3 frees them",
     "layout.pp": "axolotl has no pipeline parallelism",
     "layout.ep": "axolotl's expert parallelism is a separate plugin",
     "layout.sequence_parallel": "axolotl's tensor parallelism does not shard activations between matrices",

@@ -209,7 +209,7 @@ FIXED = (
 LIMITS = {
     "optim.name": "torchtitan's other optimizers need a parameter group for each kind of parameter",
     "optim.grad_clip_norm": "",
-    "layout.zero_stage": "FSDP2 always shards gradients: stage 2 keeps parameters after the forward, 3 frees them",
+    "layout.zero_stage": "FSDP2 always shards gradients: stage 2 keeps parameters after the forward pass, 3 frees them",
     "layout.etp": "torchtitan does not shard experts by tensor parallelism",
     "layout.virtual_stages": "the schedule determines the number of stages per rank",
     "layout.context_method": "torchtitan sends keys and values around a ring",

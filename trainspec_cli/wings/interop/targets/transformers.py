@@ -50,7 +50,7 @@ UPDATE = (
     Line("optim.weight_decay", "weight_decay"),
     Line("optim.grad_clip_norm", "max_grad_norm", OrNone(0.0)),
 )
-"""Arguments that also exist in axolotl, which uses the Trainer, under the same names."""
+"""Arguments with the same names as in axolotl, which uses the Trainer."""
 BY_TRAINER = (
     Line("batching.micro_batch_size", "per_device_train_batch_size"),
     Line("derived.grad_accum_steps", "gradient_accumulation_steps"),

@@ -27,7 +27,7 @@ Batch = TypeVar("Batch")
 
 
 class AttachedRun:
-    """A script's run. `step`: number of steps over all starts. `is_stopping`: whether the run was asked to stop, in
+    """A script's run. `step`: number of steps across all starts. `is_stopping`: whether the run was asked to stop, in
     which case the script should end. Ranks are those of torch.distributed, JAX or TensorFlow, which the script must
     initialise before it first uses this object."""
 
@@ -57,12 +57,11 @@ class AttachedRun:
         largest_share: int | None = None,
         **options: object,
     ) -> DataLoader[Batch]:
-        """Return a loader whose order depends only on `seed` and the epoch. `batch_size` is the number of samples in a
-        step over all ranks, each of which takes an equal share. `options` are passed to torch's DataLoader, such as
-        num_workers.
+        """Return a loader whose order depends only on `seed` and the epoch. `batch_size` is the number of samples per
+        step across all ranks, which take equal shares. `options` are passed to torch's DataLoader, such as num_workers.
 
-        With `largest_share`, sample shares adapt to the ranks' measured speeds, as in a run of a recipe; no rank takes
-        more samples per step than that. The loss must then be passed to `weighted`."""
+        With `largest_share`, sample shares adapt to the ranks' measured speeds, as in a run of a recipe, and no rank
+        takes more than this many samples per step. The loss must then be passed to `weighted`."""
         from torch.utils.data import DataLoader
 
         ranks = self._join()
@@ -93,7 +92,7 @@ class AttachedRun:
         keep: int = 2,
     ) -> Iterator[Batch]:
         """Yield the batches of all epochs, one per step, starting from the newest checkpoint. A checkpoint is written
-        every `every` steps, at the end, and when the run is asked to stop, which ends the iteration."""
+        every `every` steps, at the end, and when the run is asked to stop; a stop request also ends the iteration."""
         from trainspec_cli.wings.own_script.attachment.loop import StepLoop
 
         return StepLoop(self, self._join(), model, optimizer, scheduler, every, keep).run(loader, epochs)
@@ -169,7 +168,7 @@ class AttachedRun:
 
 
 def connect(checkpoints: str | Path | None) -> AttachedRun:
-    """Return the run for which `trainspec run` started this process. Outside a run, return a run without a folder, and
+    """Return the run that `trainspec run` started this process for. Outside a run, return a run without a folder, and
     print a note to stderr."""
     launch, _, progress = os.environ.get(PROGRESS, "").partition(":")
     inside = bool(launch) and launch == os.environ.get(LAUNCH_ID) and Path(progress).is_dir()

@@ -94,7 +94,7 @@ class Shares:
         computed_s, passed_s = self._clock.read()
         if computed_s is None:
             message = (
-                "a step must call job.weighted(loss) exactly once, but this step called it never or more than once"
+                "a step must call job.weighted(loss) exactly once; this step called it zero times or more than once"
             )
             hint = "with unequal shares, call job.weighted(loss).backward() once per step"
             raise RecipeError(Problem("not_weighted", message, "largest_share", hint))
@@ -163,8 +163,8 @@ class _Stopwatch:
             self._events[1].record()
 
     def read(self) -> tuple[float | None, float]:
-        """Return the seconds from the batch to the loss (None unless the loss was computed exactly once), and for the
-        full step."""
+        """Return the time, in seconds, from the batch to the loss (None unless the loss was computed exactly once), and
+        the time of the full step."""
         passed_s = time.monotonic() - self._began_s
         if self._ends != 1:
             return None, passed_s
@@ -192,7 +192,7 @@ class ShardedBatches:
     ):
         shared_by = 1 if counts else ranks
         if batch_size < 1 or batch_size % shared_by:
-            hint = "batch_size counts the samples of one step over all ranks"
+            hint = "batch_size counts the samples of one step across all ranks"
             message = f"batch_size={batch_size} cannot be shared evenly among {shared_by} ranks"
             raise RecipeError(Problem("not_divisible", message, "batch_size", hint))
         if samples < batch_size:

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 _FLAG = struct.Struct("<QQ")
-"""A rank's step count, and the first step after which the rank wanted the run to end (0 if none)."""
+"""A rank's step count, and the first step after which the rank wanted the run to end (0 if it does not want that)."""
 _POLL_S = 0.001
 
 
@@ -54,7 +54,7 @@ class FlagFiles:
         self._made = self._wanted = 0
 
     def agree(self, wanted: bool) -> bool:
-        """Count a step; return whether any rank wanted to end in the previous step."""
+        """Count a step; return whether, in the previous step, any rank wanted to end."""
         before = self._made
         self._made = self._made + 1
         if wanted and not self._wanted:
@@ -82,7 +82,7 @@ class StopSignal:
         self.requested = False
 
     def listen(self) -> None:
-        """Install the handler, which is only possible in the main thread."""
+        """Install the handler. This is only possible in the main thread."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_signal)
 
@@ -117,7 +117,8 @@ class ScriptRanks:
             self._group = torch.distributed.new_group(backend="gloo")
 
     def agree(self, wanted: bool) -> bool:
-        """Return whether any rank wanted to stop in the previous step. For a single process, return `wanted` itself."""
+        """Return whether, in the previous step, any rank wanted to stop. For a single process, return `wanted`
+        itself."""
         if self._flags is not None:
             return self._flags.agree(wanted)
         if self._torch is None:

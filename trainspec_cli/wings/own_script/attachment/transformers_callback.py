@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RunCallback(TrainerCallback):
-    """Records each step when the next one starts, because the Trainer logs a step's loss only after the step has ended.
+    """Records each step when the next one starts, because the Trainer does not log a step's loss until after the step.
     Later starts resume from the Trainer's own checkpoints."""
 
     def __init__(self, run: AttachedRun):

@@ -62,7 +62,7 @@ def run(
 
     Steps of torch optimizers are counted. A command that fails after its first step is restarted; Ctrl-C asks it to
     stop. On several nodes, run the same command on each node, with --node-rank and a shared --dir. In a Slurm job, srun
-    --ntasks-per-node=1 does this, and trainspec sbatch writes a job that does so."""
+    --ntasks-per-node=1 does this, and trainspec sbatch writes such a job."""
     from trainspec_cli.session.launching.nodes import NodeOptions
     from trainspec_cli.wings.own_script import (
         launching as session,

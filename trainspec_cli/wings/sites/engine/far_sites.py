@@ -37,7 +37,7 @@ from trainspec_cli.wings.sites.messages import Sent, SiteHello
 
 WAIT_S = 0.01
 TROUBLE_S = 5.0
-"""Time in seconds after which waiting for the meeting point is reported."""
+"""Waiting for the meeting point is reported after this many seconds."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class FarSites(Coordinator):
         return StepStart(self._progress, stop=not keeps_up)
 
     def bring_together(self, progress: TrainProgress) -> None:
-        """Take part in the remaining rounds even if a stop is requested meanwhile, because the run cannot end without
-        them."""
+        """Take part in the remaining rounds even if a stop is requested in the meantime, because the run cannot end
+        without them."""
         self._progress = progress
         self._open(heeds_stop=False)
         self._keep_up(heeds_stop=False)
@@ -126,7 +126,7 @@ class FarSites(Coordinator):
                 f"the checkpoint of step {step} has no shared weights for this layout: it was written in another "
                 "layout or without resilience=sites",
                 code="no_shared_weights",
-                hint="resume in the layout of the run's start, or start a new run with init.from=<this run's folder>",
+                hint="resume in the run's original layout, or start a new run with init.from=<this run's folder>",
             )
         if outer.is_new:
             outer.begin()
@@ -165,11 +165,11 @@ class FarSites(Coordinator):
         return True
 
     def _keep_up(self, *, heeds_stop: bool = True) -> bool:
-        """Send and apply the exchanges that are due at this step. Return False if the run was asked to stop
-        meanwhile."""
+        """Send and apply the exchanges that are due at this step. Return False if the run was asked to stop in the
+        meantime."""
         outer = self._outer
-        # Several exchanges may be due: without a delay, a sum is applied in the step in which it is sent, and round 0
-        # is applied at once.
+        # Several exchanges may be due: without a delay, a sum is applied in the same step that it is sent in, and round
+        # 0 is applied at once.
         while exchange := self._next:
             step = self._progress.step
             if exchange.round and exchange.sent_at == step and not outer.sent_round:
@@ -231,7 +231,7 @@ class FarSites(Coordinator):
         outer.take_shared()
         if self._link:
             self._link.joined()
-        assert self._record is not None, "the round from which this site continues was applied"
+        assert self._record is not None, "the round that this site continues from was applied"
         self._progress = TrainProgress(self._record.exchange.applied_at, self._progress.samples)
         return True
 
@@ -311,8 +311,8 @@ class FarSites(Coordinator):
                 )
 
     def _wait(self, number: int, is_enough: Callable[[Seen], bool], *, heeds_stop: bool) -> Seen | None:
-        """Wait until all ranks have received enough of round `number`. Return None if the run was asked to stop
-        meanwhile."""
+        """Wait until all ranks have received enough of round `number`. Return None if the run was asked to stop in the
+        meantime."""
         began_s = time.perf_counter()
         warned = False
         while True:

@@ -1,4 +1,4 @@
-"""The shared weights of all sites on one rank of a site, and the rank's encoded outer gradients.
+"""The weights shared by all sites, as kept by one rank of a site, and the rank's encoded outer gradients.
 
 For its share of each trained parameter, in any layout, the rank keeps the shared weights and the outer momentum in
 fp32. Each share is encoded separately, so copies of a share on several ranks stay bitwise identical."""
@@ -64,11 +64,11 @@ class OuterState:
         """The newest applied round, followed by the data of the outer gradient in flight: its round (0 if none), size
         in bytes, tokens and steps."""
         self.counts = torch.zeros(2, fragments, dtype=torch.int64)
-        """The tokens and steps that this site has trained, per fragment, since its work on the fragment was last
-        merged."""
+        """For each fragment, the numbers of tokens and steps that this site has trained since its work on the fragment
+        was last merged."""
 
     def saved(self, prefix: str) -> dict[str, Tensor]:
-        """Return the tensors for a checkpoint. `prefix` names the rank and the layout to which they belong."""
+        """Return the tensors for a checkpoint. `prefix` identifies the rank and the layout that they belong to."""
         named = {"about": self._about, "counts": self.counts, "sent": self._sent}
         for place, one in enumerate(self.shares):
             named |= {f"shared.{place}": one.shared, f"momentum.{place}": one.momentum}

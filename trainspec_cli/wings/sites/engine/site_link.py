@@ -55,7 +55,7 @@ class SiteAccess:
     secret: bytes
     hello: Callable[[], SiteHello]
     silence_s: float
-    """Seconds of silence after which a server counts as lost."""
+    """A server counts as lost after this many seconds of silence."""
 
 
 class SiteConnection:
@@ -174,7 +174,7 @@ class SiteConnection:
 
 
 HELD_ROUNDS = 4
-"""Outer gradients are held until a decision for at most this many rounds after the newest applied round."""
+"""An outer gradient of an undecided round is held if the round is at most this many after the newest applied round."""
 
 
 @dataclass
@@ -198,9 +198,9 @@ class _Arriving:
 class ArrivingRounds:
     """Rounds that are arriving: decisions from the meeting point, and outer gradients from any connection.
 
-    A decision names each outer gradient by its digest, so that all sites merge identical data, even if a restarted site
-    has sent two outer gradients for one round. An outer gradient counts as lacking if it is missing or has a different
-    digest. Methods may be called from several threads."""
+    A decision identifies each outer gradient by its digest, so that all sites merge identical data, even if a restarted
+    site has sent two outer gradients for one round. An outer gradient is treated as missing if it has not arrived or
+    has a different digest. Methods may be called from several threads."""
 
     def __init__(self, site: int, taken: int):
         """`site`: this site. `taken`: the newest round that this site has applied."""
@@ -230,7 +230,7 @@ class ArrivingRounds:
             arriving.decided |= parts
 
     def lacking(self) -> dict[int, tuple[int, ...]]:
-        """Return the sites whose outer gradients are lacking, by decided round."""
+        """Return the sites whose outer gradients are missing, by decided round."""
         with self._lock:
             decided = {number: one.lacking() for number, one in self._rounds.items() if one.record}
             return {number: sites for number, sites in decided.items() if sites}
@@ -264,8 +264,8 @@ THROUGH = "through the meeting point"
 class DirectSites:
     """The direct connections between sites: to the inboxes of other sites, and to this site's own inbox.
 
-    The meeting point runs at site 0, so a direct connection to or from site 0 would use the same link twice. Only the
-    connection thread uses the members other than `notices`."""
+    The meeting point runs at site 0, so a direct connection to or from site 0 would use the same link twice. All
+    members except `notices` are used only by the connection thread."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class DirectSites:
         broken: Callable[[], None],
     ):
         """`arrived` is called with the round, the site and the outer gradient that has arrived. `broken` is called when
-        a connection on which an outer gradient was expected has ended."""
+        a connection that should have delivered an outer gradient has ended."""
         hello = access.hello()
         self._site = hello.site
         self._listen = hello.listen
@@ -383,7 +383,7 @@ def _refuse(message: Message, payload: bytes) -> None:
 
 class SiteLink:
     def __init__(self, endpoint: str, secret: bytes, hello: SiteHello, applied: Callable[[], int], silence_s: float):
-        """`applied` returns the newest applied round, after which a new connection continues."""
+        """`applied` returns the newest applied round; a new connection continues after it."""
         access = SiteAccess(secret, lambda: replace(hello, applied=applied()), silence_s)
         self._site = hello.site
         self._silence_s = silence_s
@@ -391,7 +391,7 @@ class SiteLink:
         self._rounds = ArrivingRounds(hello.site, applied())
         self._direct = DirectSites(access, self._rounds.hold, self._ask)
         self.is_member: bool | None = None
-        """The rounds that have arrived; None if the meeting point has not answered yet."""
+        """True if this site is a member; None if the meeting point has not answered yet."""
         self.record: RoundRecord | None = None
         """The record of the newest round that had been applied when the connection started."""
         self._pending: tuple[int, bytes] | None = None
@@ -506,8 +506,8 @@ class SiteLink:
             raise ValueError(f"{type(message).__name__} is not a message from the meeting point")
 
     def _ask(self, patiently_awaited: int | None = None) -> None:
-        """Request from the meeting point the outer gradients that decided rounds lack. Outer gradients that should
-        arrive directly are not requested yet, except for the round `patiently_awaited`, which has waited long
+        """Request from the meeting point the outer gradients that are missing from decided rounds. Outer gradients that
+        should arrive directly are not requested yet, except for the round `patiently_awaited`, which has waited long
         enough."""
         for number, sites in self._rounds.lacking().items():
             waits = self._direct.trusted if number != patiently_awaited else set()
