@@ -73,7 +73,7 @@ def report(run: str = "last") -> Report:
 def read_weights(run: str = "last", *, step: int | None = None, best: bool = False) -> dict[str, Tensor]:
     """Return the tensors of a run's model by name, on the CPU, from its newest checkpoint, the one from `step`, or the
     one with the lowest held-out loss (`best`). This works for every model family, and runs no code from the recipe.
-    Raises TrainspecError if the checkpoint is damaged or contains matrices in 4 bits."""
+    Raises TrainspecError if the checkpoint is damaged or contains 4-bit matrices."""
     from trainspec_cli.engine.build.from_run import read_run_weights
     from trainspec_cli.run.exporting import find_checkpoint
     from trainspec_cli.session.runs.find import find_own_run

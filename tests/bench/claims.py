@@ -51,8 +51,8 @@ INTRODUCTION = """\
 # Claims compared with figures
 
 Claims that circulate about training specs, launchers and schedulers, compared with figures from trainspec.
-`python tests/bench/claims.py --write` makes the plans again and writes this page from `tests/data/claims.yaml`. Each
-figure is followed by its origin and, if it decides, by whether it meets the claim (yes or no).
+`python tests/bench/claims.py --write` recomputes the plans and writes this page from `tests/data/claims.yaml`. Each
+figure is followed by its origin and, if it is decisive, by whether it meets the claim (yes or no).
 
 Figures are *planned* or, with failures and restarts, *simulated* for GPUs, *measured* on two CPU cores
 ([benchmarks](benchmarks.md)), *published* by others, or *counted* in this version. Nothing here was trained on a GPU,

@@ -202,7 +202,7 @@ def test_a_place_that_cannot_be_written_is_the_machines_fault(ask: Command, plac
 def test_a_run_that_is_not_there_is_refused(ask: Command) -> None:
     for command in ("report", "resume"):
         refused = ask(command, "nowhere")
-        assert (refused.returncode, "nowhere holds no run" in refused.stderr) == (2, True)
+        assert (refused.returncode, "nowhere contains no run" in refused.stderr) == (2, True)
 
 
 def test_a_run_whose_data_is_gone_is_not_resumed(

@@ -1,4 +1,4 @@
-"""`trainspec diagnose`: report what slows down a run, where, since when, and what to do about it."""
+"""`trainspec diagnose`: report what is slowing down a run, where, since when, and what to do about it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ Trace = Annotated[
 def diagnose(
     run: RunArgument, as_json: AsJson = False, html: Html = None, watch: Watch = False, trace: Trace = None
 ) -> None:
-    """Report what slows down a running or finished run: cause, place, cost, evidence and remedy, most severe first."""
+    """Report what is slowing down a run, or has slowed it down: cause, place, cost, evidence and remedy, most severe
+    first."""
     if trace is not None:
         trace_to(run, trace)
     # Flush each line, so that a program reading from a pipe sees a verdict as soon as it is found.

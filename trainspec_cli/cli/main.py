@@ -57,7 +57,7 @@ _TRUNK = {
     "logs": Command("look at runs", "print the output of a run, and follow it (-f)", takes_run=True),
     "report": Command("look at runs", "show how a run went, and where its time was spent", takes_run=True),
     "diagnose": Command(
-        "look at runs", "find what slows a run: cause, place, cost, evidence and remedy", takes_run=True
+        "look at runs", "find what is slowing a run: cause, place, cost, evidence and remedy", takes_run=True
     ),
     "list": Command("recipes", "list recipes and the options of every group: models, clusters, optimizers, ..."),
     "show": Command("recipes", "print a composed recipe, or what differs from another", takes_keys=True),
@@ -200,7 +200,7 @@ def dispatch(arguments: Sequence[str], style: Style) -> int:
         print(f"trainspec {__version__}")
         return 0
     if name == COMPLETE:
-        # A shell waits for `complete` each time Tab is pressed, so it runs before typer is imported.
+        # A shell waits for `complete` each time Tab is pressed, so this command runs before typer is imported.
         from trainspec_cli.cli.complete import complete
 
         print("\n".join(complete(" ".join(rest), COMMANDS)))
@@ -258,8 +258,8 @@ def load_command(name: str) -> Any:
 
 
 def _usage_error() -> type[Exception]:
-    """Return click's class of usage errors through a class that typer exports, because typer may bundle its own copy of
-    click."""
+    """Return click's class for usage errors, found by way of a class that typer exports, because typer may bundle its
+    own copy of click."""
     import typer
 
     # Look for a base class instead of a module, because typer has moved click into its package and may move it again.

@@ -133,15 +133,15 @@ def not_empty(output: Path) -> RecipeError:
 
 
 def page_origin() -> PageOrigin:
-    """Return the text for a page that states how it was created."""
+    """Return a page's statement of how it was created: the date, the version and the command."""
     # The page states the command that recreates it, because it may be read long after that command ran.
     command = shlex.join(["trainspec", *sys.argv[1:]])
     return PageOrigin(datetime.now(UTC).date().isoformat(), __version__, command)
 
 
 def check_writable(file: Path, option: str) -> None:
-    """Before long work whose result goes to a file, check that the file can be written, without changing it. Raises
-    RecipeError if not."""
+    """Check that a file can be written, without changing it, before the long work whose result goes there. Raises
+    RecipeError if it cannot."""
     is_new = not file.exists()
     try:
         file.open("ab").close()

@@ -1,5 +1,5 @@
 """`trainspec runs`: list, compare or remove the runs in this folder; or list the state that runs keep in this node's
-memory, and the settings that exceeded memory."""
+memory, and the settings that ran out of memory."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ ClearMemory = Annotated[
     ),
 ]
 Limits = Annotated[
-    bool, typer.Option("--limits", help="Instead list the settings that exceeded memory on this machine.")
+    bool, typer.Option("--limits", help="Instead list the settings that ran out of memory on this machine.")
 ]
 ClearLimits = Annotated[
     bool,
-    typer.Option("--clear-limits", help="Forget the settings that exceeded memory; launches will try them again."),
+    typer.Option("--clear-limits", help="Forget the settings that ran out of memory; launches will try them again."),
 ]
 
 

@@ -124,7 +124,8 @@ def sbatch(
     command = context.obj
     if dry_run and submit:
         raise RecipeError(Problem("usage", "--dry-run submits nothing", "--submit", "leave one of them out"))
-    # An option for the other kind of job would have no effect, and the user might notice that only after the job.
+    # An option for the other kind of job would have no effect, and the user might notice that only after the job has
+    # run.
     of_recipe = command is None
     others = OF_COMMAND if of_recipe else OF_RECIPE
     for option in context.command.params:

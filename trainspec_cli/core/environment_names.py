@@ -4,7 +4,7 @@ CACHE = "TRAINSPEC_CACHE"
 """Set by users: the folder for prepared data and measurements."""
 
 PROBE = "TRAINSPEC_PROBE"
-"""Set by users: `off` prevents this machine from being measured after a run. A sweep sets it for its runs, and measures
+"""Set by users: `off` disables the measurement of this machine after a run. A sweep sets it for its runs, and measures
 the machine once at the end."""
 
 HUB_MIRROR = "TRAINSPEC_HUB_MIRROR"
@@ -21,7 +21,7 @@ EMULATED = "TRAINSPEC_EMULATED"
 """The settings of the emulated device, such as `order=7,memory_gib=2` (`wings.emulated`)."""
 
 LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
-"""An identifier of the run's start that a process belongs to, shared by all processes of a job."""
+"""Identifies the start of the run to which a process belongs; the same for all processes of a job."""
 GENERATION = "TRAINSPEC_GENERATION"
 """The number of the process's start among all starts of the run. Workers of older starts stop writing."""
 GROUP = "TRAINSPEC_GROUP"

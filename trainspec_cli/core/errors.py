@@ -55,7 +55,7 @@ class Problem:
 
 
 class TrainspecError(Exception):
-    """The base class of all errors meant for users; never raised directly."""
+    """The base class of all errors that users see; never raised directly."""
 
     exit_code = 1
 

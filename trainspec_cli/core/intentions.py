@@ -113,7 +113,7 @@ WITHOUT_KEY: Mapping[str, str] = {
     "eval_strategy": "the model is evaluated every `train.eval_interval_steps`",
     "save_strategy": "a checkpoint is written every `checkpoint.interval_steps`",
 }
-"""A name without a corresponding key, and an explanation of how a recipe sets the same thing."""
+"""Maps a name without a corresponding key to an explanation of how a recipe sets the same thing."""
 
 OTHER_WORDS: Mapping[str, str] = {
     # other names of key values and of group options
@@ -214,8 +214,8 @@ _KEYS = {name: key for key, names in NAMES_BY_KEY.items() for name in names.spli
 
 
 def closest(got: str, allowed: Iterable[str]) -> str | None:
-    """Return the member of `allowed` that is closest to an unknown word; None if no member is close. It has a similar
-    spelling or the same meaning, or is the only member that has the same letters (tyni for tiny) or contains the
+    """Return the member of `allowed` that is closest to an unknown word; None if no member is close. A close member has
+    a similar spelling or the same meaning, or is the only one that has the same letters (tyni for tiny) or contains the
     word."""
     from difflib import get_close_matches
 
@@ -231,8 +231,8 @@ def closest(got: str, allowed: Iterable[str]) -> str | None:
 
 
 def closest_path(got: str, paths: Iterable[str]) -> str | None:
-    """Return the closest dotted path that differs from `got` only in the spelling of its words, each as close as
-    `closest` requires. Comparing complete paths would let a long last word hide a wrong section."""
+    """Return the closest dotted path that differs from `got` only in the spelling of its words, each of which must be
+    as close as `closest` requires. Comparing complete paths would let a long last word hide a wrong section."""
     words = got.split(".")
     left = [path.split(".") for path in paths if path.count(".") == len(words) - 1]
     for place, word in enumerate(words):

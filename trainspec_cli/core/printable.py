@@ -60,9 +60,8 @@ def _escape(character: str) -> str:
 
 class PrintableStream:
     """A text stream that makes everything written to it printable, except for the program's own colours. Colour codes
-    start with `escape` instead of ESC: a string that is different for every stream, so that no other text can contain
-    it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles do their own escaping
-    (reporter/console.py)."""
+    start with `escape` instead of ESC. This string is different for every stream, so no other text can contain it. Rich
+    finds the wrapped stream in `rich_proxied_file`; its consoles do their own escaping (reporter/console.py)."""
 
     def __init__(self, stream: TextIO | LastingStream):
         self.rich_proxied_file = stream
@@ -85,8 +84,8 @@ class PrintableStream:
 
 
 class LastingStream:
-    """A text stream that drops output after its terminal has been closed. Writes then fail with EIO, which must not end
-    a command. (A closing terminal also sends SIGHUP.) `ends_at`: the errors that mean that the stream has ended."""
+    """A text stream that drops output after its terminal has been closed. Such writes fail with EIO, which must not end
+    a command. (A closing terminal also sends SIGHUP.) `ends_at`: the errors that indicate the end of the stream."""
 
     def __init__(self, stream: TextIO, ends_at: Sequence[int] = (errno.EIO,)):
         self._stream = stream

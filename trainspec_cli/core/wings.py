@@ -40,8 +40,8 @@ class Point(Generic[Part]):
 
 @dataclass(frozen=True)
 class Command:
-    """A command on the command line: a function with the same name in a module with the same name, or that module's
-    typer app."""
+    """A command on the command line, implemented by the function of that name in the module of that name, or by the
+    module's typer app."""
 
     group: str  # the command's heading in the help
     summary: str

@@ -1,4 +1,4 @@
-"""The meaning of a recipe's keys, and JSON Schemas of recipes, of group files, and of records.
+"""The meaning of a recipe's keys, and JSON Schemas for recipes, group files and records.
 
 Editors use the schemas to check and complete YAML, and to explain its keys. They are written in draft-07, which
 yaml-language-server supports best. A recipe has no required keys, because composition adds values from other files.
@@ -269,7 +269,7 @@ class _SchemaWriter:
         self._definitions: JsonObject = {}
 
     def document(self, title: str, roots: list[type], further: JsonObject) -> JsonObject:
-        """Return the schema for a file that is one of `roots`, with the additional keys in `further`."""
+        """Return the schema for a file whose content is one of `roots`, plus the keys in `further`."""
         alternatives = [self._section(root, further) for root in roots]
         return {
             "$schema": DRAFT,
@@ -344,7 +344,8 @@ class _SchemaWriter:
 
 
 def _wanted(owner: type, name: str) -> Any:
-    """Return the type that may be specified for a key: the field's type, except for words that other rules handle."""
+    """Return the type of value that a key accepts: the field's type, except for kernels and model families, which
+    accept additional words."""
     wanted: Any = hints_of(owner)[name]
     if owner is KernelSpec:
         return Literal[(AUTO, *KERNELS[name])]

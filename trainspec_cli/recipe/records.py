@@ -233,7 +233,7 @@ def read_record(cls: type[T], plain: Mapping[str, object]) -> T:
 
 
 # UNKNOWN: a placeholder in a draft for a missing or wrong value, so that other rules can still be checked. Computing
-# with it raises `UnknownTouched`, which means that the rule cannot be decided yet.
+# with it raises `UnknownTouched`, meaning that the rule cannot be decided yet.
 
 
 class UnknownTouched(Exception):  # noqa: N818 - an undecidable rule, not an error
@@ -337,10 +337,10 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
             allowed = f"a section of keys{' or null' * (type(None) in members_of(wanted))}"
         message = f"`{path}` is {show_value(value)}; expected {allowed}"
         code = "wrong_choice" if _only_choices(wanted) else "wrong_type"
-        # The draft continues with UNKNOWN, so that a single check also reports the mistakes in all other keys.
+        # The draft continues with UNKNOWN, so a single check also reports the mistakes in all other keys.
         return UNKNOWN, [Problem(code=code, path=path, message=message, hint=_hint(wanted, value, path))]
-    # Never check rules with numbers that are too large, alone or in a list, because loops over them would never
-    # terminate.
+    # Never check rules with numbers that are too large (single values or list items), because loops up to them would
+    # never end.
     for number in converted if isinstance(converted, tuple) else (converted,):
         if isinstance(number, (int, float)) and abs(number) > (most := largest_of(path, number)):
             message = f"`{path}` is {show_value(number)}; at most {most:,} is allowed"

@@ -217,7 +217,7 @@ def neighbours(file: Path) -> dict[str, tuple[Path, ...]]:
     """Return the modules in the same folder as `file` that it imports directly or indirectly, by top-level name, with
     their source files (for a package, all of them).
 
-    They are found by reading the sources. The standard library and installed packages take precedence, so that a file
+    They are found by reading the sources. The standard library and installed packages take precedence, so a file
     `json.py` in the folder does not replace a library. The current folder does not, because it is on the path of only
     some processes."""
     path = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]

@@ -176,9 +176,12 @@ def test_conversations_are_packed(folder_of) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda fields: fields["train"].update(tokens=-1), "has a count below 0"),
-        (lambda fields: fields["heldout"].update(bytes=2**53), "has a count below 0, or larger than any disk"),
-        (lambda fields: fields["train"]["shards"][0].update(offset_bytes=-2), "has a count below 0"),
+        (lambda fields: fields["train"].update(tokens=-1), "has a count that is negative"),
+        (
+            lambda fields: fields["heldout"].update(bytes=2**53),
+            "has a count that is negative or too large to fit on any disk",
+        ),
+        (lambda fields: fields["train"]["shards"][0].update(offset_bytes=-2), "has a count that is negative"),
         (lambda fields: fields["train"].update(tokens=9), "the shards of train do not contain its 9 tokens"),
         (lambda fields: fields["train"]["shards"][0].update(file="a\0b"), "has an invalid file name"),
         (lambda fields: fields["train"]["shards"][0].update(file="a" * 4097), "has an invalid file name"),

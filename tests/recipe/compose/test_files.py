@@ -56,7 +56,7 @@ def test_an_empty_file_holds_nothing(write) -> None:
 @pytest.mark.parametrize(
     ("text", "where", "message", "hint"),
     [
-        ("train:\n\tmax_steps: 3\n", "2:1", "this line is indented by a tab; YAML allows only spaces",
+        ("train:\n\tmax_steps: 3\n", "2:1", "this line is indented with a tab; YAML allows only spaces",
          "replace the tab with two spaces"),
         ("train:\n  max_steps:3\n  seed: 4\n", "3:7", "this is not YAML: mapping values are not allowed here",
          "put a space after the colon in line 2"),

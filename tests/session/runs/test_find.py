@@ -43,7 +43,7 @@ def test_a_folder_is_a_run_where_its_record_is(make: Callable[..., RunDir]) -> N
     assert find_run(str(run.root)).root == run.root
     assert find_own_run(str(run.root)).root == run.root
     for name in (str(run.root.parent), "nothing", "a\0b", "x" * 5000):
-        with pytest.raises(RecipeError, match="holds no run") as caught:
+        with pytest.raises(RecipeError, match="contains no run") as caught:
             find_run(name)
         assert caught.value.problems[0].code == "no_run"
 

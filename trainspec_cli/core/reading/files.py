@@ -330,7 +330,7 @@ def parse_items(text: str) -> Iterator[tuple[int, JsonValue]]:
         except ValueError as error:
             raise JsonArrayError(str(error), line) from error
         yield line, item
-        # Lines are counted from the previous item on, so that a large file is not searched from the start for each
+        # Count lines only from the previous item on; otherwise, a large file would be searched from the start for each
         # item.
         line += text.count("\n", at, end)
         at, line = _skip_space(text, end, line)

@@ -66,7 +66,7 @@ def compose_yaml(text: str) -> yaml.Node | None:
     try:
         root = _FastLoader(text).get_single_node()
     except (yaml.YAMLError, RecursionError):
-        # The slow loader reads the text again, because libyaml reports less about a mistake, and not where it started.
+        # The slow loader reads the text again, because libyaml reports less about a mistake, and not its start.
         loader = _Loader(text)
         try:
             root = loader.get_single_node()

@@ -100,7 +100,7 @@ class JoinQuorum:
 
 @dataclass(frozen=True)
 class GroupBeat:
-    """A heartbeat of the replica group."""
+    """A heartbeat from the replica group."""
 
     name: str
 

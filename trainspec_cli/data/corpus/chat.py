@@ -175,8 +175,8 @@ class Conversation:
 
     @property
     def is_chat(self) -> bool:
-        """Return whether a template has already inserted all special tokens. (A plain completion starts and ends with
-        the tokenizer's own special tokens.)"""
+        """Return whether a template has already inserted all special tokens. (For a plain completion, the tokenizer
+        adds its own.)"""
         return self.format != "completions"
 
 

@@ -164,7 +164,8 @@ def _present(file: Path, names: Sequence[str], wanted: Sequence[str], hint: str)
 
 
 MAX_ARRAY_BYTES = 4 * 2**30
-"""An array is read all at once, which takes several times its size in memory."""
+"""Maximum size of a file with a JSON array. The array is read all at once, and takes several times its size in
+memory."""
 _FIRST = re.compile(rb"(?:\xef\xbb\xbf)?\s*(\S)")
 
 

@@ -82,7 +82,7 @@ class Windows:
 
 
 class Packed:
-    """The documents of a split, packed several per row without splitting them, by best fit, longest first
+    """The documents of a split, several per row and none of them split, packed by best fit, longest first
     (arXiv:2404.10830). A document longer than a row is truncated at the end, or omitted if no target that counts is
     left."""
 

@@ -1,7 +1,7 @@
 """The order of samples: a pure function of seed and position, for one source or a weighted mixture of several.
 
-A position counts the samples of a run from 0, over all ranks and epochs. Sample i of a split consists of its tokens [i
-* seq_len, (i + 1) * seq_len], the last of which is only predicted. Each epoch visits every sample exactly once, each
+A position counts the samples of a run from 0, across all ranks and epochs. Sample i of a split consists of its tokens
+[i * seq_len, (i + 1) * seq_len], the last of which is only predicted. Each epoch visits every sample exactly once, each
 time in a different order, regardless of the number of ranks. The sample at any position is found in O(1), so a run can
 resume anywhere."""
 
@@ -39,7 +39,7 @@ def locate(positions: np.ndarray, samples: int, seed: int) -> tuple[np.ndarray, 
 
 
 def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Map `indices` by a permutation of range(size) that depends on seed and epoch.
+    """Map `indices` with a permutation of range(size) that depends on seed and epoch.
 
     This is a Feistel network over the smallest near-square grid with at least `size` cells. A result that is not below
     `size` is mapped again until it is (cycle walking; Black and Rogaway 2002)."""
@@ -71,12 +71,12 @@ def _mix(values: np.ndarray, key: np.uint64) -> np.ndarray:
 
 
 class SampleOrder(Protocol):
-    """A stream of rows. Positions count the samples of a run from 0, over all ranks and epochs."""
+    """A stream of rows. Positions count the samples of a run from 0, across all ranks and epochs."""
 
     def rows(self, positions: np.ndarray) -> list[Row]: ...
 
     def counted(self, positions: np.ndarray) -> int:
-        """Return the number of targets that count in the loss, in these rows together."""
+        """Return the total number of targets in these rows that count in the loss."""
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> ShardManifest:
             counts = [split.tokens, split.bytes, split.documents, *(shard.tokens for shard in split.shards)]
             counts += [shard.offset_bytes for shard in split.shards] + [manifest.vocab_size]
             if not all(0 <= count < 2**53 for count in counts):
-                raise ValueError(f"{name} has a count below 0, or larger than any disk")
+                raise ValueError(f"{name} has a count that is negative or too large to fit on any disk")
             if sum(shard.tokens for shard in split.shards) != split.tokens:
                 raise ValueError(f"the shards of {name} do not contain its {split.tokens:,} tokens")
             for shard in split.shards:

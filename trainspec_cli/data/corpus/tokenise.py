@@ -49,9 +49,9 @@ TOKENIZER_SAMPLE_BYTES = 64 * 2**20
 """Size of the text on which the tokenizer is trained, sampled evenly from all text. More text hardly changes the
 vocabulary."""
 BATCH_CHARS = 2 * 2**20
-"""Number of characters encoded per call, over all cores."""
+"""Number of characters encoded per call, by all cores together."""
 BATCH_CONVERSATIONS = 512
-"""Number of conversations encoded per call, over all cores."""
+"""Number of conversations encoded per call, by all cores together."""
 
 
 def write_tokens(

@@ -140,8 +140,7 @@ def _bad_template(message: str) -> RecipeError:
 
 
 class TemplateProcess:
-    """Runs templates in a process. It is started on first use, and restarted if the kernel has killed it for exceeding
-    a limit."""
+    """Runs templates in a separate process, which is restarted if the kernel has killed it for exceeding a limit."""
 
     def __init__(self, source: str):
         self._source = source

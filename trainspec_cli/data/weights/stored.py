@@ -57,7 +57,7 @@ class PartedTensor:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the parts contain exactly as many values as the tensor."""
+        """Return whether the parts contain exactly as many values as the tensor has."""
         return sum(math.prod(part.held.shape) for part in self.parts) == math.prod(self.shape)
 
 

@@ -3,9 +3,8 @@
 Files are merged section by section in the order given by `defaults` in conf/trainspec.yaml: one option for each group,
 then the recipe, then the command line. The last value wins.
 
-Composition continues after a mistake, so that one pass reports all of them: a missing option is replaced by the
-previous choice, and an invalid line of a defaults list is skipped.
-"""
+Composition continues after a mistake, so one pass reports all mistakes: a missing option is replaced by the previous
+choice, and an invalid line of a defaults list is skipped."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ SECTION, NAMES = "train", ("max_steps", "tokens", "epochs")
 
 
 def section_of(data: JsonObject) -> JsonObject:
-    """Return the section that contains the alternatives; empty if the value is not a section (which is reported
+    """Return the section that contains the alternatives; empty if the value is not a section (an error that is reported
     elsewhere)."""
     section = data.get(SECTION)
     return section if isinstance(section, dict) else {}
@@ -88,8 +87,7 @@ COUNTED = (
     re.compile(r"(?P<chip>.+?)(?:_*[x*]_*(?=\d)|_(?=\d$))(?P<count>\d{1,3})", re.IGNORECASE),
     re.compile(r"(?P<chip>.+)(?P<count>)"),
 )
-"""A chip's name, optionally with a number of chips before or after it. The number in `rtx_4090` does not count
-chips."""
+"""A chip's name, optionally with a number of chips before or after it. The number in `rtx_4090` is part of the name."""
 
 
 @dataclass(frozen=True)
@@ -299,8 +297,9 @@ class Selection:
         """Return the file of an option and the files that it builds on. Return None if one of them cannot be read; the
         error is reported at `origin`.
 
-        `key`: the key that requested the option, if it is not the group. `package`: the section that the option fills,
-        if its file does not state it. `within`: the chain of files that leads to it."""
+        `key`: the key that requested the option, if it is not the group. `package`: the section that the option fills;
+        None: the one stated in its file or, by default, named after the group. `within`: the chain of files that leads
+        to it."""
         is_own = option.endswith(SUFFIX) and group in OWN_FILES
         path = self.cwd / expand(option) if is_own else self.folders.find_config(f"{group}/{option}")
         if not option or path is None or not exists(path):
@@ -406,8 +405,8 @@ def _has_yml(folders: Sequence[Path], name: str) -> bool:
 
 
 def choices(near: str, group: str, options: Sequence[str]) -> str:
-    """Return the hint `near`, followed by the command that lists the group's options, because the full list would hide
-    the hint. Without `near`, return the options themselves."""
+    """Return the hint `near`, followed by the command that lists the group's options; the full list would bury the
+    hint. Without `near`, return the options themselves."""
     return f"{near} {ALL_OF.format(group)}" if near else f"options: {', '.join(options)}"
 
 
@@ -443,8 +442,8 @@ class Composed:
     problems: tuple[Problem, ...] = ()
     """All problems that can be found without interpreting the values, with their locations."""
     failed: frozenset[str] = frozenset()
-    """Groups and keys (including `recipe`) that could not be read as requested. Other problems in them may only follow
-    from that."""
+    """Groups and keys (including `recipe`) that could not be read as requested. Other problems in them may be mere
+    consequences."""
     chosen_at: Origins = field(default_factory=dict)
     """Section -> the argument or recipe line that chose the option that fills it."""
 
@@ -468,8 +467,8 @@ class Completion:
 
 
 Complete = Callable[[JsonObject, frozenset[str]], Completion]
-"""A function of the composed values (interpolated as far as possible) and of the groups that were left at their
-defaults."""
+"""A function of the composed values (with references resolved as far as possible) and of the groups that were left at
+their defaults."""
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), cwd: Path | None = None) -> Composed:
@@ -532,7 +531,7 @@ def compose_arguments(
     unchosen = frozenset(
         group
         for group in selection.folders.groups
-        # Keep the groups for which neither a recipe nor the command line chose an option or set any value.
+        # Keep only the groups for which neither a recipe nor the command line chose an option or set a value.
         if len(selection.options.get(group, ())) == 1
         and len({origin.file for path, origin in origins.items() if path.partition(".")[0] == group}) == 1
     )

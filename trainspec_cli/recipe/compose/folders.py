@@ -19,8 +19,8 @@ from trainspec_cli.core.reading.files import VERSION_KEY, UnreadableFileError, e
 from trainspec_cli.core.reading.yaml_file import MAX_BYTES, YamlLimitError, compose_yaml, construct_yaml
 
 ROOT = "trainspec"
-"""conf/trainspec.yaml, the root configuration of every run. The name is distinctive because ./conf may belong to
-another Hydra program."""
+"""conf/trainspec.yaml, the root configuration of every run. The name is distinctive because a ./conf folder may belong
+to another Hydra program."""
 SUFFIX = ".yaml"
 _MAY_BE_FILE = re.compile(r"(?!\.{1,2}$)[^\0]{1,200}")
 DISTURB = "disturb"
@@ -205,8 +205,8 @@ class YamlEntry:
     value: str
     origin: Origin
     several: tuple[str, ...] = ()
-    """The options, if the line lists more than one; they are reported, because Hydra would merge them into one
-    section."""
+    """The options, if the line lists more than one. This is reported as a mistake, because Hydra would merge them into
+    one section."""
 
 
 @dataclass(frozen=True)
@@ -309,12 +309,12 @@ def _syntax_checked(shown: str, text: str = "") -> Iterator[None]:
 def _syntax_problem(error: yaml.MarkedYAMLError, shown: str, lines: list[str]) -> Problem:
     reason = error.problem or error.context or "unreadable"
     unfinished = any(fragment in reason for fragment in UNFINISHED)
-    # For an unclosed element, PyYAML marks where it gave up, which is far below the line that must be closed.
+    # For an unclosed element, PyYAML marks the line where it gave up, far below the one that must be closed.
     mark = (error.context_mark if unfinished else None) or error.problem_mark or error.context_mark
     line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
     if "'\\t'" in reason:
         # PyYAML reports a tab as a character "that cannot start any token", but a tab is invisible.
-        message = "this line is indented by a tab; YAML allows only spaces"
+        message = "this line is indented with a tab; YAML allows only spaces"
         hint = "replace the tab with two spaces"
     else:
         context = f" {error.context}" if error.context and error.context != reason else ""

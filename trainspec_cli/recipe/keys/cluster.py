@@ -1,5 +1,5 @@
-"""The hardware, which is either this machine or a described cluster: accelerators, links, failures, power and price,
-and Slurm."""
+"""The hardware of a run (either this machine or a described cluster): accelerators, links, failures, power, price, and
+Slurm options."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class TierSpec:
     name: str
     devices: PositiveInt | None = None
     """Number of devices below one element of the tier (one NVLink domain, one leaf switch, one site). null:
-    `cluster.scaleup_devices` for the first tier, all devices of the cluster for the last one; tiers between them must
-    state it."""
+    `cluster.scaleup_devices` for the first tier, all devices of the cluster for the last one; the tiers in between must
+    specify it."""
     gbit_per_s: PositiveFloat | None = None
     """A device's share of the bandwidth through this tier, in each direction. null: the accelerator's links for the
     first tier, `cluster.nic_gbit_per_s` for the others."""
@@ -72,8 +72,8 @@ class PlanesSpec:
     """Fraction of an ordinary fabric's job-ending failures that are caused by links and switches; a fabric with several
     planes survives these."""
     fatal_fraction: Fraction = 0.0
-    """Fraction of those failures that occur in a NIC's transceiver, which serves all of its ports, so that the NIC's
-    queue pairs and the job fail. No rate has been published; 0 is the best case."""
+    """Fraction of those failures that occur in a NIC's transceiver. It serves all ports of the NIC, so its failure
+    takes down the NIC's queue pairs and ends the job. No rate has been published; 0 is the best case."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class AcceleratorSpec:
     vendor: str
     """The vendor, such as nvidia, amd or intel."""
     bf16_tflops: NonNegativeFloat
-    """Peak rate of matrix multiplications in bf16; 0: the chip has no bf16, and `fp16_tflops` is used instead."""
+    """Peak rate of matrix multiplications in bf16; 0: the chip has no bf16 units, and `fp16_tflops` is used instead."""
     memory_gb: PositiveFloat
     """Memory of the device."""
     memory_tb_per_s: PositiveFloat
@@ -125,11 +125,11 @@ class AcceleratorSpec:
     fp32_tflops: NonNegativeFloat = 0.0
     """Peak rate of fp32 without tensor cores."""
     matmul_bf16_tflops: NonNegativeFloat = 0.0
-    """The best measured rate of a large matrix multiplication; 0: unknown, so that the planner assumes a typical
-    fraction of the peak."""
+    """The best measured rate of a large matrix multiplication; 0: unknown (the planner then assumes a typical fraction
+    of the peak)."""
     matmul_fp8_tflops: NonNegativeFloat = 0.0
-    """The best measured rate of a large matrix multiplication in fp8; 0: unknown, so that the planner assumes a typical
-    fraction of the peak."""
+    """The best measured rate of a large matrix multiplication in fp8; 0: unknown (the planner then assumes a typical
+    fraction of the peak)."""
     tera_exponentials_per_s: NonNegativeFloat = 0.0
     """Rate at which the special-function units compute exponentials (for softmax), in 1e12 per second; 0: unknown."""
     load_store_tb_per_s: NonNegativeFloat = 0.0
@@ -233,14 +233,14 @@ class CostSpec:
     price_usd_per_device_hour: NonNegativeFloat | None = None
     """Rent; null: the accelerator's price."""
     owned: bool = False
-    """True if the machines are owned. If so, their cost is the purchase price spread over their useful hours, plus
+    """True if you own the machines. Their cost is then the purchase price spread over their useful hours, plus
     electricity and operation."""
     device_price_usd: NonNegativeFloat | None = None
     """owned: purchase price of a device, including its share of the node, network and storage."""
     useful_years: PositiveFloat = 4.0
     """owned: years over which the purchase price is spread."""
     utilisation: Annotated[float, Range(0, 1, includes_low=False)] = 0.8
-    """Fraction of those years during which the device's cost is charged to jobs."""
+    """Fraction of those years during which jobs use the device and are charged for it."""
     operation_ratio: NonNegativeFloat = 0.08
     """Yearly cost of repairs and support as a fraction of the purchase price. It includes staff and space as long as
     the next two keys are 0."""
@@ -369,10 +369,10 @@ class ClusterSpec:
     """Number of nodes that the run uses."""
     devices_per_node: AutoInt = AUTO
     """Number of processes per node, one per device. auto: all GPUs or, on a machine without GPUs, the fewest processes
-    that `layout` and `resilience` allow, which is usually one that uses all cores."""
+    that `layout` and `resilience` allow (usually a single process that uses all cores)."""
     device: Literal["cpu", "cuda"] | Auto = AUTO
     """The device to train on. auto: cuda if a GPU is present, otherwise cpu. If `accelerator` names a GPU, a machine
-    without GPUs is rejected; cpu trains on its CPUs."""
+    without GPUs is rejected unless this is cpu."""
     name: str = ""
     """The cluster's name in plans and reports."""
     accelerator: AcceleratorSpec | None = None
@@ -479,6 +479,6 @@ class Machine:
     gpus: tuple[Gpu, ...] = ()
     """The driver's report on each GPU; empty for a machine that is only described."""
     gpu_problem: Problem | None = None
-    """Why this node's GPUs or other accelerators cannot be used; in that case, no GPU is listed."""
+    """Why this node's GPUs or other accelerators cannot be used; if so, no GPU is listed."""
     gpu_notes: tuple[str, ...] = ()
     """Harmless notes about this node's GPUs, for example that all of them are hidden."""

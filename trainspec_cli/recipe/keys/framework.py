@@ -22,7 +22,7 @@ class TableSpec:
     source: str
     """The exact text in the `source` column of its rows."""
     year: PositiveInt | None = None
-    """The year of its runs, for rows that do not state it; null: unknown, which is treated as the newest version."""
+    """The year of its runs, for rows that do not state it; null: unknown (the newest version is assumed)."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class StateFacts:
     master_bytes: NonNegativeFloat = 4.0
     """Bytes per parameter of the copy that the optimizer updates; 0 if it updates the weights themselves."""
     step_copy_bytes: NonNegativeFloat = 0.0
-    """Bytes of flat copies for each parameter that a rank updates. They are too large to reuse the memory freed by
+    """Bytes of flat copies for each parameter that a rank updates. They are too large to fit into memory freed by
     activations."""
     step_temporary_bytes: NonNegativeFloat = 0.0
-    """Bytes of temporaries for each parameter that a rank updates, if the optimizer works on lists of tensors. They can
-    reuse the memory freed by activations."""
+    """Bytes of temporary tensors for each parameter that a rank updates, if the optimizer works on lists of tensors.
+    They fit into memory freed by activations."""
     bucket_bytes: NonNegativeFloat = 0.3 * GIB
     """Total size of the gradient and parameter buckets in flight."""
 
@@ -62,8 +62,8 @@ class FrameworkSpec:
     version: str = ""
     """The version, or range of versions, that the facts describe; empty: all versions in use."""
     until_year: PositiveInt | None = None
-    """The last year of runs to which these facts apply; null: they still apply. Among the files for its framework, a
-    table row uses the one with the earliest such year that is not before the row's own year."""
+    """The last year of runs to which these facts apply; null: they still apply. If several files describe a framework,
+    a table row uses the one with the earliest such year that is not before the row's own year."""
     names: tuple[str, ...] = ()
     """Names of the framework in tables of runs. They match whole words, ignoring case."""
     tables: tuple[TableSpec, ...] = ()
@@ -99,8 +99,8 @@ class FrameworkSpec:
     """Between pipeline stages, each tensor-parallel rank sends only its part of a tensor, and the receivers gather the
     parts (arXiv:2104.04473)."""
     grouped_experts: bool = True
-    """Experts run as one grouped kernel, and a token crosses the network once per node, regardless of how many experts
-    it visits there."""
+    """Experts run as one grouped kernel, and a token is sent to each node only once, regardless of how many experts it
+    visits there."""
     expandable_segments: bool = False
     """Its launcher sets `expandable_segments:True` for PyTorch's allocator, which reduces fragmentation. This is
     assumed to be available only on NVIDIA devices."""

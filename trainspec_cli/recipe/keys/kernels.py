@@ -29,9 +29,9 @@ class Backend:
     compiles: bool = False
     """True if the function calls torch.compile itself."""
     more_memory: bool = False
-    """True if the backend needs more memory than a plan counts, so that `auto` never chooses it."""
+    """True if the backend needs more memory than a plan counts; `auto` then never chooses it."""
     whole_vocabulary: bool = False
-    """True if the backend cannot handle a vocabulary that is sharded over tp ranks."""
+    """True if the backend cannot handle a vocabulary that is sharded across tp ranks."""
 
     @property
     def needs_compiler(self) -> bool:
@@ -152,7 +152,7 @@ IN_BLOCKS = ("attention", "rms_norm", "swiglu", "rope", "grouped_matmul", "ssd_s
 
 @dataclass(frozen=True)
 class KernelTrial:
-    """One process's measurement of a backend, forward and backward, with the shapes of the run."""
+    """One process's measurement of a backend's forward and backward passes, with the shapes of the run."""
 
     ratios: tuple[float, ...] = ()
     """Ratio of the backend's time to the default's in each round; every round measures all backends."""
@@ -187,7 +187,7 @@ class KernelFigure:
     reason: str = ""
     """For `not faster`, the faster backend; otherwise the reason."""
     ratio: float | None = None
-    """Ratio of the backend's time to the default's: the median over the rounds."""
+    """Ratio of the backend's time to the default's: the median of all rounds."""
     quartiles: tuple[float, ...] = ()
     error: float | None = None
     allowed_error: float | None = None

@@ -42,9 +42,8 @@ class LayoutSpec:
     """What dp_shard shards (ZeRO, arXiv:1910.02054): 1 the optimizer state, 2 also the gradients, 3 also the
     parameters.
 
-    With 3, the engine frees the gathered parameters after each forward; with 1 and 2, it keeps them until the last
-    backward of a step.
-    """
+    With 3, the engine frees the gathered parameters after each forward pass; with 1 and 2, it keeps them until the last
+    backward pass of a step."""
     etp: AutoInt = 1
     """Degree of tensor parallelism inside each expert."""
     sequence_parallel: bool = True
@@ -55,7 +54,7 @@ class LayoutSpec:
     """Number of layer chunks per pipeline stage (the interleaved schedule needs 2 or more)."""
     stage_layers: tuple[PositiveInt, ...] | None = None
     """Number of layers in each pipeline stage, in the order of the model; null: layers are divided according to planned
-    time, so that the most loaded rank (layers, embedding, head) has as little work as possible."""
+    time, minimising the work of the most loaded rank (layers, embedding, head)."""
     context_method: ContextMethod = "ring"
     """With cp. ring: keys and values are passed around a ring (arXiv:2310.01889); ulysses: they are exchanged
     all-to-all (arXiv:2309.14509)."""
@@ -114,7 +113,7 @@ class Layout:
 
     @property
     def sharding(self) -> Sharding:
-        """Return what is sharded over the data-parallel and context-parallel ranks."""
+        """Return what is sharded across the data-parallel and context-parallel ranks."""
         if self.shards == 1:
             return "replicated"
         return "zero3" if self.zero_stage == 3 else "zero1"
@@ -130,8 +129,8 @@ class Layout:
         """Return whether gradients are reduced after every micro-batch instead of once per step.
 
         ZeRO-2 and 3 keep gradients sharded from one micro-batch to the next. With replicas, gradients are exchanged
-        only once, because the sum over replicas is more expensive. The same applies if weight gradients are computed
-        separately, after the input gradients."""
+        only once, because the sum over replicas is more expensive. They are also exchanged only once if weight
+        gradients are computed separately, after the input gradients."""
         sharded = self.zero_stage >= 2 and self.dp_shard > 1 and self.dp_replicate == 1
         return sharded and not self.splits_backward
 
@@ -139,8 +138,8 @@ class Layout:
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether the schedule splits the backward. A single stage never waits for another one, so its backward
-        is never split."""
+        """Return whether the schedule splits the backward pass. A single stage never waits for another one, so its
+        backward pass is never split."""
         return self.pp > 1 and self.pipeline_schedule in SPLIT_SCHEDULES
 
     @property

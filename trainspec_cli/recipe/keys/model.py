@@ -44,7 +44,7 @@ def loss_group_tokens(hidden_size: int, width: float, chunk_tokens: int) -> int:
 
 
 Mixer = Literal["attention", "latent", "feed_forward", "experts", "mamba"]
-"""Modules that can follow a norm in a text model's layer."""
+"""The modules that can follow a norm in a layer of a text model."""
 Activation = Literal["silu", "gelu", "relu2"]
 """relu2 is the square of relu (Nemotron)."""
 
@@ -145,9 +145,9 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class FamilyRecord:
-    """A model family: the modules for its work, memory and layers, and the features that it does not support. Modules
-    are named, not imported: the planner imports its own, and only the engine, which imports torch, imports the
-    engine's."""
+    """A model family: the modules that implement its work, memory and layers, and the features that it does not
+    support. Modules are named, not imported: the planner imports its own, and only the engine, which imports torch,
+    imports the engine's."""
 
     work: str
     """Planner module: parameters, FLOPs and the work of the layers (`planner.workload.FamilyWork`)."""
@@ -279,7 +279,7 @@ LETTERS: dict[str, Mixer] = {"M": "mamba", "*": "attention", "-": "feed_forward"
 class HybridModel:
     """State-space layers (Mamba-2, arXiv:2405.21060), alone or mixed with attention, feed-forward and expert layers.
 
-    Every layer is one mixer preceded by a norm, and the numbers below count such layers individually, as in
+    Every layer is a norm followed by one mixer; the numbers of layers below count each mixer separately, as in
     Nemotron-H."""
 
     hidden_size: PositiveInt
@@ -313,7 +313,7 @@ class HybridModel:
     mamba_num_heads: PositiveInt | None = None
     """Number of heads in a state-space layer; null: mamba_expand x hidden_size / mamba_head_dim."""
     mamba_state_size: PositiveInt = 128
-    """Number of states per channel in a state-space layer."""
+    """State size per channel in a state-space layer."""
     mamba_groups: PositiveInt = 8
     """Number of groups of heads that share the scan's inputs B and C."""
     family: Literal["hybrid"] = "hybrid"
@@ -414,15 +414,15 @@ class OwnModel:
     """The function that creates a block, called as `make(hidden_size, layer, **options)`: `FILE.py:NAME`,
     `package.module:NAME`, or a name registered by a package."""
     block_params: PositiveInt | None = None
-    """Number of parameters in a block; null: a separate process creates a block and counts them. A run rejects any
-    other number."""
+    """Number of parameters in a block; null: a separate process creates a block and counts them. A run rejects a wrong
+    number."""
     options: dict[str, Option] = field(default_factory=dict, hash=False)
     """Additional arguments for the block, by name."""
     block_mixing_flops_per_token: NonNegativeFloat = 0.0
-    """FLOPs per token of a block's forward that do not involve weights, such as those of attention scores."""
+    """FLOPs per token in a block's forward pass that do not involve weights, such as those of attention scores."""
     block_saved_bytes_per_token: NonNegativeFloat | None = None
-    """Bytes per token that a block keeps for its backward, in bf16; null: the same as for a transformer with this many
-    parameters."""
+    """Bytes per token that a block keeps for its backward pass, in bf16; null: the same as for a transformer with this
+    many parameters."""
     family: Literal["own"] = "own"
     """The name of the model family."""
     name: str = ""

@@ -20,7 +20,7 @@ RecoveryMode = Literal["restart", "elastic", "sites", "none"]
 NodeLossResponse = Literal["continue", "wait", "end"]
 SiteFormat = Literal["int4", "int8", "bf16"]
 FIRST_SITE = 0
-"""Number of the site that runs the meeting point, which is the server where sites exchange their progress."""
+"""Number of the site that runs the meeting point: the server through which sites exchange their progress."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SitesSpec:
     """Minimum number of sites needed to complete an exchange; with fewer, the sites wait."""
     grace_s: NonNegativeFloat = 30.0
     """Time that an exchange with a quorum waits for late sites that are connected. A site that is late twice in a row
-    is left out until it has caught up."""
+    is excluded until it has caught up."""
     link_gbit_s: PositiveFloat | None = None
     """Bandwidth of each site's link in each direction, for `trainspec plan`; null: plans ignore the exchanges."""
     link_delay_s: NonNegativeFloat = 0.05
@@ -113,8 +113,8 @@ class ResilienceSpec:
     it. The run then ends and shows the ranks' stacks. null: wait forever."""
     first_step_s: PositiveFloat | None = 1800.0
     """Time limit for each step until three steps have been timed, and for each step after an evaluation, because these
-    steps compile and connect. If it is exceeded, the run ends with exit code 5 and reports which rank is waiting for
-    what. null: wait forever."""
+    steps compile code and set up connections. If it is exceeded, the run ends with exit code 5 and reports which rank
+    is waiting for what. null: wait forever."""
     heartbeat_timeout_s: PositiveFloat = 3.0
     """elastic, sites: a replica group or site that is silent for this long counts as dead (its node is off or
     disconnected, or its process has stopped).
@@ -131,7 +131,7 @@ class ResilienceSpec:
 
     @property
     def is_one_of_several(self) -> bool:
-        """Return whether other runs train together with this one, which then restarts independently of them."""
+        """Return whether other runs train together with this one. If so, it restarts independently of them."""
         return self.mode == "sites"
 
     @property

@@ -30,7 +30,7 @@ one."""
 ON_DEVICE: tuple[OptimizerName, ...] = ("muon", "adamw8bit")
 """Optimizers whose state and update stay on the training device."""
 STACKED_VALUES = 2**22
-"""muon: small matrices of the same shape are orthogonalised together, up to this number of values in total."""
+"""muon: small matrices of the same shape are orthogonalised together, up to this number of values per rank."""
 BLOCK = 256
 """adamw8bit: number of values in a row that share one scale; the last block of a row may be shorter."""
 QUANTISED_SIZE, QUANTISED_ROW = 4096, 64
@@ -40,7 +40,7 @@ vectors."""
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """The learning rate over the run, as a pure function of the step (see `balance/batch/batch.py`)."""
+    """The schedule of the learning rate, which is a pure function of the step (see `balance/batch/batch.py`)."""
 
     kind: Literal["constant", "cosine", "wsd"] = "cosine"
     """constant; cosine: falls to `final_lr_ratio` along a half cosine; wsd: constant, then falling over the last
@@ -49,7 +49,7 @@ class ScheduleSpec:
     """Number of steps over which the rate rises from 0 to its peak; a fraction of the run, `3%` or 0.03, is converted
     to steps."""
     decay_fraction: Fraction = 0.2
-    """wsd: the last fraction of the run, over which the rate falls."""
+    """wsd: the rate falls over this last fraction of the run."""
     final_lr_ratio: Fraction = 0.1
     """The learning rate at the last step, as a fraction of the peak."""
 
@@ -80,9 +80,9 @@ class OptimSpec:
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay, which applies only to matrices, not to norms and biases."""
     grad_clip_norm: PositiveFloat | None = 1.0
-    """Maximum norm over all gradients; gradients with a larger norm are clipped to it. null: no clipping."""
+    """Maximum norm of all gradients together; if it is exceeded, they are scaled down to it. null: no clipping."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
-    """The learning rate over the run."""
+    """How the learning rate changes during the run."""
     options: dict[str, Option] = field(default_factory=dict)
     """Additional arguments for the user-defined optimizer, by name."""
     state_bytes: NonNegativeFloat | None = None
@@ -100,7 +100,7 @@ class OptimSpec:
         return self.name if self.name in OPTIMIZERS else self.state_bytes or 0.0
 
 
-# The batch of a step, how it changes over the run, and how it is divided into micro-batches.
+# The batch of a step, how it changes during the run, and how it is divided into micro-batches.
 
 
 OnLoss = Literal["keep", "shrink"]
@@ -119,7 +119,7 @@ class RampStage:
 
 @dataclass(frozen=True)
 class BatchScheduleSpec:
-    """How the batch changes over the run (see `balance/batch/batch.py`).
+    """How the batch changes during the run (see `balance/batch/batch.py`).
 
     Every run starts with `batching.global_batch_size` samples per step, and trains on `train.max_steps` times that
     many. Progress is counted in samples, and a growing batch needs fewer steps for them. The learning rate follows
@@ -145,17 +145,17 @@ class BatchScheduleSpec:
     smoothing_steps)."""
     noise_fraction: PositiveFloat = 1.0
     """noise: the target size as a fraction of the noise scale. At 1, a sample contributes half as much progress as in a
-    small batch; at 0.25, four fifths."""
+    very small batch; at 0.25, four fifths as much."""
 
 
 @dataclass(frozen=True)
 class BatchingSpec:
     global_batch_size: PositiveInt
-    """Number of samples per step over all ranks; with a `schedule`, the initial number. Samples are divided as evenly
-    as possible over any number of ranks."""
+    """Number of samples per step across all ranks; with a `schedule`, the initial number. Samples are divided as evenly
+    as possible among the ranks, whatever their number."""
     micro_batch_size: AutoInt = AUTO
-    """Maximum number of samples that a rank processes in one forward and backward; gradient accumulation covers the
-    rest."""
+    """Maximum number of samples that a rank processes in one forward and backward pass; gradient accumulation covers
+    the rest."""
     on_loss: OnLoss = "keep"
     """What to do while a replica group is down: keep the global batch (the others also process its samples, in more
     micro-batches if needed), or shrink it in proportion to the remaining groups."""
@@ -163,7 +163,7 @@ class BatchingSpec:
     """How the learning rate scales with a smaller batch: in proportion (arXiv:1706.02677), with the square root
     (arXiv:2205.10287), or not at all."""
     schedule: BatchScheduleSpec = field(default_factory=BatchScheduleSpec)
-    """How the batch changes over the run."""
+    """How the batch changes during the run."""
 
     def sizes_up_to(self, largest: float) -> tuple[int, ...]:
         """Return the sizes among which `seesaw` and `noise` choose: the initial size times powers of `schedule.growth`.
@@ -256,7 +256,7 @@ NF4_BLOCK = 64
 NF4_SCALE_BLOCK = 256
 """Number of these scales that share one scale when they are quantised to 8 bits."""
 NF4_CHUNK = 2**24
-"""Number of weights that are dequantised at a time, which limits the fp32 memory."""
+"""Number of weights that are dequantised at a time; this limits the memory that fp32 values take."""
 TARGETS = ("q", "k", "v", "out", "gate", "up", "down")
 """The matrices of attention and feed-forward, by their names in the engine."""
 
@@ -297,12 +297,12 @@ class CommSpec:
     next gradient."""
 
     gradients: WireFormat | Auto = "full"
-    """Gradients, which are summed over data-parallel ranks and replica groups. auto: full, bf16 or int8, whichever is
+    """Gradients, which are summed across data-parallel ranks and replica groups. auto: full, bf16 or int8, whichever is
     predicted to take the least time, including encoding."""
     parameters: WireFormat = "full"
     """Parameters, which are gathered by the ranks of dp_shard. Norms and biases are always exchanged uncompressed."""
     across_nodes: WireFormat | Auto | None = None
-    """Gradients in exchanges between ranks on several nodes; null: the same as `gradients`."""
+    """Gradients in exchanges that cross node boundaries; null: the same as `gradients`."""
     bucket_bytes: NonNegativeInt | None = None
     """On CPUs: the minimum number of gradient bytes per exchange. 0: block by block. null: the run tries a few sizes in
     its first steps, unless `scheduler` is off. Rejected on GPUs, which always exchange block by block."""
@@ -367,14 +367,14 @@ class Fault:
     """kill: SIGKILL. stop: SIGSTOP. hang: the worker waits forever. exception, oom: it raises that error. slow: it
     sleeps.
 
-    oom with `above`: from `step` on, after every start, the backward of any micro-batch with more samples runs out of
-    memory.
+    oom with `above`: from `step` on, after every start, the backward pass of any micro-batch with more samples runs out
+    of memory.
 
     throttle: forward and backward take `seconds` longer per sample, as on a slower device.
 
-    bitflip: one bit of a parameter changes. disk_full: no file that the worker writes can exceed one page. lighthouse:
-    the rendezvous server of the replica groups is killed. move_kill, move_oom: like kill and oom, when half of the
-    state has moved to another layout.
+    bitflip: one bit of a parameter changes. disk_full: no file that the worker writes can grow beyond one page.
+    lighthouse: the rendezvous server of the replica groups is killed. move_kill, move_oom: like kill and oom, but
+    halfway through moving the state to another layout.
 
     Only for `trainspec rehearse`: lose_node: the node of `rank` is lost. lose_link: for `seconds`, its NIC has no link
     in one plane of the network. lose_plane: no NIC has a link in one plane.

@@ -87,7 +87,7 @@ class Blueprint:
     settings: tuple[Setting, ...] = ()
     tuner: tuple[TunerRow, ...] = ()
     sorts_nodes: bool = False
-    """True if the cost depends on which nodes are close to one another, so that Slurm's nodes should be sorted by
+    """True if the cost depends on which nodes are close to one another; Slurm's nodes should then be sorted by
     switch."""
 
     @property
@@ -100,7 +100,7 @@ class Blueprint:
         )
 
 
-# Dimensions of a multi-plane fabric, and what failures of its parts cost a job.
+# Dimensions of a multi-plane fabric, and how failures of its parts affect a job.
 
 
 Part = Literal["link", "port", "t1_switch", "t0_switch", "plane", "transceiver"]
@@ -129,8 +129,8 @@ class PlanesFigures:
 
 @dataclass(frozen=True)
 class SprayedEvent:
-    """The effect of failed parts on a job whose queue pairs spray over all planes, from a simulation that counts
-    paths."""
+    """The effect of failed parts on a job whose queue pairs spray packets over all planes, from a simulation that
+    counts paths."""
 
     name: str
     lowest_speed: float
@@ -138,11 +138,11 @@ class SprayedEvent:
     slow_s: float
     """Time until the job is back at full speed."""
     lost_s: float
-    """Total lost time, converted to undisturbed training."""
+    """Total time lost, expressed as seconds of undisturbed training."""
     touched: float
     """Fraction of the queue pairs that had a path through the failed parts."""
     most_bad_paths: int
-    """Maximum number of entropy values, over all queue pairs, that were unused at the same time."""
+    """Maximum number of entropy values, across all queue pairs, that were out of use at the same time."""
     ends_job: bool
 
 

@@ -105,7 +105,7 @@ class Certificate:
     recipe: tuple[str, ...] = ()
     """The recipe whose model and loss were measured; if empty, the families of the spec were measured."""
     whole: bool
-    """True if every case in the spec was measured, so that the verdict covers the complete spec."""
+    """True if every case in the spec was measured; the verdict then covers the complete spec."""
     verdict: str
     """`kept` if every measured MUST is fulfilled, otherwise `broken`; `not offered` if all cases were declined."""
     clauses: tuple[ClauseSummary, ...]

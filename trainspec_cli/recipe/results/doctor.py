@@ -1,4 +1,5 @@
-"""The doctor's reports, both on each node and on all nodes of a job together. `doctor --json` prints them as JSON."""
+"""The doctor's reports: one on each node, and one on all nodes of a job together. `doctor --json` prints them as
+JSON."""
 
 from __future__ import annotations
 

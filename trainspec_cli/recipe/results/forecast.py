@@ -18,7 +18,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Assumption:
-    """An input of the forecast for which the user may have a better value."""
+    """An input of the forecast that the user may know more precisely."""
 
     key: str
     """The key that sets it, such as `cluster.site.pue`."""
@@ -101,7 +101,7 @@ class RunForecast:
 
 @dataclass(frozen=True)
 class SimulatedPace:
-    """The speed of one way to divide the samples, over the entire run."""
+    """The speed during the entire run, for one way of dividing the samples."""
 
     wall_s: float
     samples_per_s: float
@@ -126,8 +126,8 @@ class SimulatedDecision:
     """The slowest rank's compute time per step before the decision, at the confirmed speeds; for another layout, the
     duration of the complete step."""
     expected_s: float
-    """The time expected after the decision. If layers or the layout change, it applies once speeds are known again and
-    sample shares have been adapted."""
+    """The time expected after the decision. If layers or the layout change, it is reached only after speeds have been
+    measured again and sample shares adapted."""
     achieved_s: float
     """The time achieved in the first step after the decision."""
 
@@ -154,10 +154,10 @@ class Simulation:
     ideal: SimulatedPace
     """The best division into whole samples for the true speeds, applied immediately and at no cost."""
     ideal_real: SimulatedPace
-    """Speed of the best division for the true speeds, if samples could be divided between ranks."""
+    """Speed of the best division for the true speeds, if a sample could be split across ranks."""
     won_back: float | None
-    """Fraction of the time lost without the scheduler that is recovered, relative to what whole samples allow; None if
-    nothing can be recovered."""
+    """Time that the scheduler recovers, as a fraction of the time that the ideal division into whole samples would
+    recover; None if nothing can be recovered."""
     won_back_of_real: float | None
-    """The recovered fraction relative to what the speeds alone allow."""
+    """The same, as a fraction of what the ideal division would recover if samples could be split."""
     decisions: tuple[SimulatedDecision, ...]

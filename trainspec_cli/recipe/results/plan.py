@@ -25,7 +25,7 @@ class MemoryBreakdown:
     optimizer_bytes: float = 0.0
     """Master weights and moments."""
     feedback_bytes: float = 0.0
-    """Error feedback: the rounding errors of compressed gradients, which are added in the next step."""
+    """Error feedback: the rounding errors of compressed gradients, which are added to the next step's gradients."""
     activations_bytes: float = 0.0
     logits_bytes: float = 0.0
     """Logits, and values that the loss computes from them."""
@@ -53,7 +53,7 @@ class StepTime:
     memory_bound_s: float = 0.0
     """Norms, activation functions, residuals, casts, losses."""
     recompute_s: float = 0.0
-    """Forward work that is repeated in the backward."""
+    """Forward work that is repeated in the backward pass."""
     tp_comm_s: float = 0.0
     cp_comm_s: float = 0.0
     ep_comm_s: float = 0.0
@@ -78,7 +78,7 @@ class SizedStep:
     """A step with one of the sizes of a changing batch."""
 
     samples: int
-    """Number of samples over all devices."""
+    """Number of samples across all devices."""
     time: StepTime
 
 
@@ -118,7 +118,7 @@ class Candidate:
     """The state that is kept in host memory."""
     step_time_s: float
     tokens_per_s: float
-    """Rate over all devices; for an image model, in samples per second."""
+    """Total rate of all devices; for an image model, in samples per second."""
     tokens_per_s_per_gpu: float
     mfu: float
     """Model FLOPs utilisation: model FLOPs (causal half of attention, no recomputation) relative to the chip's peak in
@@ -130,8 +130,8 @@ class Candidate:
     fit_probability: float
     """Probability that it fits, given the measured error of predicted memory."""
     expected_step_s: float
-    """The step time that accounts for this probability: a layout that does not fit costs a restart, and then runs more
-    slowly with less memory."""
+    """The expected step time, given this probability: a layout that does not fit costs a restart, and then runs more
+    slowly with settings that use less memory."""
     memory: tuple[MemoryBreakdown, ...]
     """One value per pipeline stage."""
     time: StepTime
@@ -159,8 +159,8 @@ class Candidate:
 
 
 ALWAYS_ASSUMED = (
-    "MFU counts attention over the causal half of the sequence and no recomputed work",
-    "ranked by expected step time, which accounts for the risk of running out of memory (errors on published runs)",
+    "MFU counts only the causal half of attention, and no recomputed work",
+    "ranked by expected step time, including the risk of running out of memory (from errors on published runs)",
 )
 """Assumptions made in every plan."""
 
@@ -173,7 +173,7 @@ class CapacityPlan:
     """Number of the model's own parameters, without `adapter_params`."""
     active_params: int
     flops_per_token: float
-    """Model FLOPs of forward and backward per token (for an image model, per sample)."""
+    """Model FLOPs per token (for an image model, per sample) of the forward and backward passes."""
     world_size: int
     tokens_per_step: int
     candidates: tuple[Candidate, ...]
@@ -219,7 +219,7 @@ class LocalPrediction:
     memory: dict[str, float]
     """Peak bytes of one process by cause, as measured by a run."""
     beside: dict[str, float] = field(default_factory=dict)
-    """Bytes that a GPU needs outside its allocator, which a run does not measure."""
+    """Bytes that a GPU needs outside its allocator; a run does not measure them."""
     links: tuple[PlannedLink, ...] = ()
     """The links of the axes whose exchanges a run measures."""
 
@@ -253,7 +253,7 @@ class PlannedLayout:
 class LayoutProposal:
     """A new layout for a run whose ranks differ in speed, and the time that it is expected to save.
 
-    Times come from the planner. If they are not backed by measurements (on a CPU), only their ratio is meaningful."""
+    Times come from the planner. Where they are only rough (for example, on a CPU), only their ratio is meaningful."""
 
     layout: Layout
     micro_batch_size: int
@@ -301,7 +301,8 @@ class Plan:
     offload: Offload
     params: int
     flops_per_token: float
-    """Model FLOPs of forward and backward per token: 6 per matmul parameter, plus attention over the causal half."""
+    """Model FLOPs per token of the forward and backward passes: 6 per matmul parameter, plus the causal half of
+    attention."""
     peak_flops: float | None = None
     """FLOP/s of one device, on which MFU is based; None: the workers measure their best matmul."""
     peak_source: str = ""
@@ -325,7 +326,8 @@ class Plan:
     unknown."""
 
     layer_flops: tuple[float, ...] = ()
-    """FLOPs of a micro-batch's forward by layer, which the scheduler uses to move layers; empty without a pipeline."""
+    """FLOPs of a micro-batch's forward pass, by layer; the scheduler uses them to move layers. Empty without a
+    pipeline."""
     head_flops: float = 0.0
 
     kernels: KernelSpec = field(default_factory=KernelSpec)

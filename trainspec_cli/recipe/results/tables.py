@@ -20,7 +20,7 @@ class ErrorSummary:
     """Median of the signed error."""
     worst_under: float = 0.0
     known_within: float = 1.0
-    """90% of predictions differ from the measurement by at most this factor."""
+    """90% of predictions are within this factor of the measurement."""
 
     @classmethod
     def of(cls, errors: Sequence[float]) -> ErrorSummary | None:
@@ -76,7 +76,7 @@ class BacktestSummary:
     step_time_median_ape: float | None
     bias: float | None
     judged: int
-    """Number of rows that count, which are those with a measured step time."""
+    """Number of rows that count: those with a measured step time."""
     memory_mape: float | None
     memory_worst_under: float | None
     fitted: ErrorSummary | None

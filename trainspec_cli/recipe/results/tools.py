@@ -180,9 +180,9 @@ class CheckpointRates:
     bytes: int
     """Size of a checkpoint, over all processes."""
     write_s: float
-    """Time until everything is on disk."""
+    """Time until the entire checkpoint is on disk."""
     read_s: float
-    """Time until everything is verified and loaded, without the page cache."""
+    """Time until the entire checkpoint is verified and loaded, without the page cache."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class TrainedSteps:
     """The smallest norm of a gradient that needed clipping; None if there was none or it is not finite."""
     weights_sha256: str
     taken: tuple[tuple[int, ...], ...] = ()
-    """The sorted positions of the samples trained in each step over all ranks. A sample trained by several ranks is
+    """The sorted positions of all samples that the ranks train on in each step. A sample that several ranks train on is
     repeated."""
 
 
@@ -306,7 +306,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Passes:
-    """An operation's forward and backward."""
+    """An operation's forward and backward passes."""
 
     forward: Curve
     backward: Curve
@@ -314,8 +314,8 @@ class Passes:
 
 @dataclass(frozen=True)
 class MatmulCurves:
-    """The three matrix multiplications of training, as curves over a matrix's number of elements, for `PROBED_TOKENS`
-    tokens. Their relative speed depends on the CPU."""
+    """The three matrix multiplications of training with `PROBED_TOKENS` tokens, as functions of a matrix's number of
+    elements. Their relative speed depends on the CPU."""
 
     forward: Curve
     input_gradient: Curve
@@ -324,7 +324,7 @@ class MatmulCurves:
 
 @dataclass(frozen=True)
 class Reference:
-    """A medium-sized model, trained for a few steps at times spread over the probe."""
+    """A medium-sized model, trained for a few steps at several times during the probe."""
 
     plan: Plan
     parts_s: dict[str, float]
@@ -358,7 +358,7 @@ class MachineProbe:
     add: Curve
     cast: Curve
     optimizer: Curve
-    """Gradient norm and update, as a function of the number of parameters."""
+    """Time of the gradient norm and the update, as a function of the number of parameters."""
     all_reduce: Curve
     """Collectives as a function of bytes, each measured after the processes have done separate work."""
     all_gather: Curve

@@ -1,4 +1,4 @@
-"""Verdicts: what slows a run down, and where. `diagnose --json` prints them, and `verdicts.jsonl` stores them."""
+"""Verdicts: what is slowing a run down, and where. `diagnose --json` prints them, and `verdicts.jsonl` stores them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class LookOrder:
     number: Count
     """Requests in a run are numbered from 1, across restarts."""
     looker: Count
-    """The rank that profiles itself, numbered over all replica groups."""
+    """The rank that profiles itself; ranks are numbered consecutively across all replica groups."""
     cause: Cause
     rank: Count | None = None
     node: Count | None = None

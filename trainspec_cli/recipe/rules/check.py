@@ -1,7 +1,7 @@
-"""All checks of a recipe: by itself, against the engine, and against a machine.
+"""All checks of a recipe: on its own, against the engine, and against a machine.
 
 A rule yields problems. A rule that uses an unknown value (`records.UNKNOWN`: missing, of the wrong type or out of
-range) stops there. As a result, one wrong number does not hide the problems of other keys, and no rule divides by
+range) stops there. As a result, one wrong number does not hide the problems of other keys, and no rule ever divides by
 zero."""
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def keys_of_wings(spec: RunSpec) -> Iterator[Problem]:
                 yield Problem("usage", message, path, f"set {keys.key.partition('.')[0]}={keys.value}, or leave it out")
 
 
-# Checks of the recipe by itself, and on a machine.
+# Checks of the recipe on its own, and on a machine.
 
 
 def check(spec: RunSpec) -> list[Problem]:
@@ -389,7 +389,7 @@ def matrix_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
 
 
 def packages(spec: RunSpec) -> Iterator[Problem]:
-    """Require the packages that an extra installs."""
+    """Require the optional packages that the recipe needs, which extras of trainspec install."""
     tracked = [(f"tracking.{name}", "true", name, name) for name in TRACKERS if getattr(spec.tracking, name)]
     sources = {"data.source": spec.data.source}
     for group in ("mixture", "validation"):
@@ -412,7 +412,7 @@ def compiler(spec: RunSpec) -> Iterator[Problem]:
 
 
 def shared_memory(spec: RunSpec) -> Iterator[Problem]:
-    """Require /dev/shm for in-memory copies of the state."""
+    """Require /dev/shm if the state is copied to memory."""
     path = "checkpoint.memory_interval_steps"
     if spec.checkpoint.memory_interval_steps is not None and not Path("/dev/shm").is_dir():
         yield _lacking("no_shared_memory", path, f"`{path}` needs /dev/shm, which this node lacks", f"set {path}=null")
@@ -569,7 +569,7 @@ def close_axes(spec: RunSpec) -> RunSpec:
 
 
 def own_framework(spec: RunSpec) -> Iterator[Problem]:
-    """Reject launching frameworks other than trainspec's own engine, because they can only be planned."""
+    """Reject launches with a framework other than trainspec's own engine, because such runs can only be planned."""
     if not spec.framework.counted:
         message = f"`framework` is {spec.framework.name}, whose runs can be planned but not started"
         hint = "leave `framework` out, or run `trainspec plan`; `trainspec emit` writes other engines' configurations"

@@ -196,7 +196,9 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
     etp = size_of(spec.layout, "etp")
     experts = spec.model.experts
     if etp > 1:
-        yield Problem("illegal_layout", "the engine does not shard single experts", "layout.etp", "set layout.etp=1")
+        yield Problem(
+            "illegal_layout", "the engine does not shard individual experts", "layout.etp", "set layout.etp=1"
+        )
     if ep == 1:
         return
     if experts is None:
@@ -204,7 +206,7 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
         return
     if experts.num_experts % ep:
         yield _indivisible("ep", ep, "model.experts.num_experts", experts.num_experts)
-    # Experts are distributed over the ranks of one replica and stage, whose number is known only if no axis is `auto`.
+    # Experts are distributed among the ranks of one replica and stage. Their number is known only if no axis is `auto`.
     axes = ("dp_shard", "cp", "tp")
     sizes = [getattr(spec.layout, axis) for axis in axes]
     if AUTO not in sizes and (sizes[0] * sizes[1] * sizes[2]) % ep:
@@ -214,7 +216,7 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
 
 
 def capacity(spec: RunSpec) -> Iterator[Problem]:
-    """Reject a per-sequence capacity if the layout divides sequences over ranks."""
+    """Reject a per-sequence capacity if the layout divides sequences among ranks."""
     experts = spec.model.experts
     cut = [axis for axis in ("cp", "tp") if size_of(spec.layout, axis) > 1]
     if experts is not None and experts.capacity_factor is not None and cut:
@@ -322,7 +324,7 @@ def heads(spec: RunSpec) -> Iterator[Problem]:
 def rotary_width(spec: RunSpec) -> Iterator[Problem]:
     model = spec.model
     if isinstance(model, DecoderModel) and model.head_dim % 2:
-        message = f"`model.head_dim` is {model.head_dim}; rotary embeddings rotate pairs, which needs an even number"
+        message = f"`model.head_dim` is {model.head_dim}; rotary embeddings rotate pairs of values, so it must be even"
         yield Problem("not_divisible", message, "model.head_dim", f"set model.head_dim={model.head_dim + 1}")
 
 
@@ -360,7 +362,7 @@ def known_architecture(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, "model.architecture", "set model.architecture=resnet")
     elif model.architecture == "resnet" and len(model.widths) != len(model.blocks):
         message = f"{len(model.widths)} stages in `model.widths`, {len(model.blocks)} in `model.blocks`"
-        yield Problem("not_divisible", message, "model.blocks", "give one number per stage for each of the two")
+        yield Problem("not_divisible", message, "model.blocks", "give one number per stage in each of the two")
 
 
 def fitting_input(spec: RunSpec) -> Iterator[Problem]:
@@ -507,7 +509,7 @@ FABRIC_RULES = (tiers, network, planes)
 
 POOLS = "cluster.pools"
 MOST = 4
-"""Maximum number of pools. Pipelines are tried through the pools in every order, which is 24 orders for four pools."""
+"""Maximum number of pools. Pipelines through the pools are tried in every order: 24 orders for four pools."""
 
 
 def instead_of_nodes(spec: RunSpec) -> Iterator[Problem]:

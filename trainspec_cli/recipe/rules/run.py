@@ -75,7 +75,7 @@ def heldout(spec: RunSpec) -> Iterator[Problem]:
 
 
 def framework_has(spec: RunSpec) -> Iterator[Problem]:
-    """Reject layout values that the framework does not support."""
+    """Reject values of the layout that the framework does not support."""
     facts = spec.framework
     layout = spec.layout
     # For a single rank, or for an axis that is still `auto`, a ZeRO stage or a schedule has no effect yet.
@@ -94,7 +94,7 @@ def framework_has(spec: RunSpec) -> Iterator[Problem]:
 RUN_RULES = (memory_copies, heldout, run_name, local_folder, framework_has)
 
 
-# Rules for what an optimizer cannot train or cannot be combined with.
+# Rules for optimizers: what they cannot train, and what they cannot be combined with.
 
 
 NAME = "optim.name"
@@ -348,7 +348,7 @@ def text_on_lines(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _check_text(path: str, text: object, *, may_have_lines: bool = False) -> Iterator[Problem]:
-    if not isinstance(text, str):  # this is a number, or a value of the wrong type, which is reported elsewhere
+    if not isinstance(text, str):  # a number, or a value of the wrong type (reported elsewhere)
         return
     if is_printable(text) if may_have_lines else text == on_one_line(text):
         return
@@ -426,8 +426,7 @@ SHORT = {
 
 
 def time_limit_s(text: str) -> float | None:
-    """Return the number of seconds in a time in one of Slurm's formats, infinity for no limit; None for any other
-    text."""
+    """Convert a time in one of Slurm's formats to seconds: infinity for no limit, None for any other text."""
     if text.lower() in NO_LIMIT:
         return float("inf")
     found = _TIME.fullmatch(text)
@@ -548,7 +547,7 @@ def further_options(spec: RunSpec) -> Iterator[Problem]:
         for name, value in _options(line):
             if name not in owners or (name == "gres" and slurm.gpu_request != "gres" and "gpu" not in value):
                 continue
-            message = f"`{path}` has `{line}`, but the script has this option, and sbatch would use one of them"
+            message = f"`{path}` has `{line}`, but the script already has it, and sbatch would use only one of them"
             yield Problem("contradiction", message, path, f"leave it out; it is set by {owners[name]}")
 
 

@@ -48,7 +48,8 @@ from trainspec_cli.session.launching.session import launch_apart
 from trainspec_cli.session.recipe.load import UNNAMED, load, plan_on, this_machine
 
 LEAST_STEPS = 5
-"""Minimum number of steps that a run must take after its warm-up steps, in which it compiles and allocates memory."""
+"""Minimum number of steps that a run must take after its warm-up (the steps in which it compiles and allocates
+memory)."""
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 MOST_TRIALS = 64
 
@@ -65,7 +66,7 @@ class ClusterSteps:
 
 
 def calibrate(measured: ClusterSteps) -> ClusterProfile:
-    """Fit the parameters that the measurements determine. The other parameters keep their default values, which is
+    """Fit the parameters that the measurements determine. The other parameters keep their default values, and this is
     recorded."""
     names, spread = (EFFICIENCIES, GPU_SPREAD) if measured.kind == "gpu" else (PARTS, CPU_SPREAD)
     found = infer(measured.observations, names, spread)
@@ -183,7 +184,7 @@ def _measure_run(folder: Path) -> ClusterSteps:
 def _observe(
     planned: Plan, machine: Machine, probe: MachineProbe | None, parts: dict[str, float] | None, group: str
 ) -> list[Observation]:
-    """Return the observation of one step of a plan. Without `parts`, the observation is a prediction, used to judge how
+    """Return the observation of one step of a plan. Without `parts`, the observation is a prediction, which shows how
     informative the step would be."""
     if is_known(planned, machine):
         seconds = sum(parts.values()) if parts else 1.0

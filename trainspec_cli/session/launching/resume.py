@@ -174,8 +174,8 @@ def _is_of_slurm_alone(run: RunDir, nodes: NodeOptions) -> bool:
 def prepare_unchanged(
     run: RunDir, reach: Reach, console: RunConsole, *, force: bool = False, as_json: bool = False
 ) -> Session:
-    """Return the session of a run whose nodes are started by agents. The run starts or continues exactly as planned.
-    Raises RecipeError for a finished run."""
+    """Return the session of a run on several nodes that starts or continues exactly as planned. Raises RecipeError for
+    a finished run."""
     plan = read_plan_of_all_nodes(run)
     check_unfinished(run, plan.spec)
     machine = detect(look_for_gpus=plan.device == "cuda")

@@ -50,7 +50,7 @@ class ShownOutput(Watch, Protocol):
     """Shows the output of a run's processes."""
 
     def has_shown(self, text: str) -> bool:
-        """Return whether the newest start has printed these lines, so that they are already on the screen."""
+        """Return whether the newest start has printed these lines, which are then already on the screen."""
 
 
 def run(

@@ -82,11 +82,11 @@ CheckNodes = Callable[[Plan, Path, RunConsole, bool], Examination | None]
 examination to run on each of several nodes. Raises MachineError for an unfit node."""
 CHECK_NODES: Point[CheckNodes] = Point("check_nodes")
 RUN_SERVICES: Point[Callable[[RunDir, Plan], AbstractContextManager[None]]] = Point("run_services")
-"""A plug-in's services that run alongside the supervisor, across all starts of the workers."""
+"""A plug-in's services. They run alongside the supervisor, and keep running when the workers are restarted."""
 MOST_KNOWN = 50
 """Number of most recent runs to check for those still in progress."""
 MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
-"""Plan fields that depend on the machine, which may differ when a run is resumed."""
+"""Plan fields that depend on the machine, and may therefore differ when a run is resumed."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
             else:
                 changed_code = list(describe_changed_code(job.run))
                 before = read_plan_of_all_nodes(job.run)
-                # A run that Slurm or --detach starts has only been recorded so far, so it has no earlier start.
+                # A run that Slurm or --detach starts for the first time has been recorded, but has no earlier start.
                 goes_on = generations.newest(job.run) > 0 or plan.spec != before.spec
                 from_step = job.run.newest_step if goes_on else None
                 write_resume(job, plan, sys.argv[1:], from_step, kernels, data_folder)

@@ -40,7 +40,8 @@ from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 NOT_STARTED = "not started"
 REDRAWN_S = 0.5
-"""Interval in seconds between redraws of the table. It is long because drawing slows the workers on a small machine."""
+"""Interval in seconds between redraws of the table. It is long because drawing the table slows the workers down on a
+small machine."""
 
 
 @dataclass(eq=False)

@@ -60,7 +60,7 @@ class Predictor:
     knows: Callable[[Plan], bool] = lambda _: True
     """Returns whether the plan with another memory setting can be predicted."""
     is_measured: bool = True
-    """False if the machine has not been probed. Then no time is predicted, and the predicted memory covers only the
+    """False if the machine has not been probed; then no time is predicted, and the predicted memory covers only the
     tensors."""
 
 
@@ -209,8 +209,9 @@ def _refused(plan: Plan, setting: MemorySetting) -> list[Problem]:
 
 
 def _largest_micro_batch(plan: Plan, predictor: Predictor) -> int | None:
-    """Return the largest micro-batch that fits, in samples, which the scheduler may assign to a fast rank; None if it
-    does not change sample shares. `scheduler.max_micro_batch_size: auto` allows up to twice the plan's size."""
+    """Return the size, in samples, of the largest micro-batch that fits and that the scheduler may assign to a fast
+    rank; None if the scheduler does not change sample shares. `scheduler.max_micro_batch_size: auto` allows up to twice
+    the plan's size."""
     scheduler = plan.spec.scheduler
     usual = plan.micro_batch_size
     if scheduler.mode == "off" or plan.layout.data_parallel_size == 1:
@@ -266,7 +267,7 @@ def _predictor(plan: Plan, machine: Machine, console: PrintableConsole) -> Predi
 
 def probe_after_run(plan: Plan, machine: Machine, console: PrintableConsole) -> None:
     """Probe the machine after a run, for later launches, if the plan's prediction needs a probe and no valid one
-    exists. A run without a probe only lacks its prediction, so a failure here is reported and has no other effect. A
+    exists. Without a probe, a run merely lacks its prediction, so a failure here is reported and has no other effect. A
     terminal shows the elapsed time meanwhile."""
     if not is_predictable(plan.as_one_group) or _may_not_probe():
         return

@@ -64,7 +64,7 @@ def check_data_of(run: RunDir, data: DataSpec) -> None:
 
 
 def count_samples(spec: RunSpec, folder: str | None) -> int:
-    """Return the number of training samples per epoch, which requires tokenising text. Raises RecipeError if they
+    """Return the number of training samples per epoch. Text must be tokenised to count them. Raises RecipeError if they
     cannot be counted."""
     data = spec.data
     model = spec.model

@@ -187,8 +187,8 @@ def plan_on(loaded: Loaded, machine: Machine) -> Plan:
 
 
 def machine_of_job(loaded: Loaded) -> Machine:
-    """Return a node of the job, which may differ from this one. Raises RecipeError if the recipe leaves open anything
-    that can only be determined on the job's nodes."""
+    """Return a description of a node of the job, which may differ from this one. Raises RecipeError if the recipe
+    leaves open anything that can only be determined on the job's nodes."""
     cluster = loaded.spec.cluster
     open_keys = [key for key in ("device", "devices_per_node") if getattr(cluster, key) == AUTO]
     if open_keys:
@@ -204,8 +204,8 @@ def machine_of_job(loaded: Loaded) -> Machine:
 
 
 def plan_for(loaded: Loaded, machine: Machine) -> Plan:
-    """Resolve every `auto` for another machine. Raises the errors of `plan_on`, except for anything that the node
-    lacks."""
+    """Resolve every `auto` for another machine. Raises the errors of `plan_on`, except those about missing parts of the
+    node."""
     try:
         return plan(loaded.spec, machine)
     except TrainspecError as error:

@@ -231,7 +231,7 @@ def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
     run = RunDir(path)
     if not run.run_json.is_file():
         hint = "specify run folders, recipes, or files of a run folder"
-        raise RecipeError(Problem("no_run", f"{path} holds no run", hint=hint))
+        raise RecipeError(Problem("no_run", f"{path} contains no run", hint=hint))
     check_tree(run.root)
     _check_free(run)
     for form in FORMS:

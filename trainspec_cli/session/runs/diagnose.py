@@ -58,8 +58,8 @@ def composed_of(report: Report) -> str:
 
 
 def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict, ...]:
-    """Return the verdicts on a run; none if it has not been planned yet. If nothing slows the run down, the planner
-    searches for a better layout, which takes some time."""
+    """Return the verdicts on a run; none if it has not been planned yet. If nothing is slowing the run down, the
+    planner searches for a better layout; this takes some time."""
     planned = has_plan(run)
     if planned and not run.plan_json.is_file():
         return ()

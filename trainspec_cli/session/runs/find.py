@@ -44,7 +44,7 @@ def find_run(name: str) -> RunDir:
         hint = "`trainspec runs` lists the runs in this folder with their names; `last` is the newest"
         lines = runs_here()
         near = did_you_mean(name, {LAST, *(line.path for line in lines), *(line.name for line in lines if line.name)})
-        raise RecipeError(Problem("no_run", f"{name} holds no run", hint=f"{near} {hint}" if near else hint))
+        raise RecipeError(Problem("no_run", f"{name} contains no run", hint=f"{near} {hint}" if near else hint))
     return run
 
 

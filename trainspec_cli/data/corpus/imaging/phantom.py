@@ -1,8 +1,8 @@
 """Synthetic MR-like images: ellipsoids of tissue under a bias field, with Rician noise.
 
-Sample `index` is a pure function of the seed and the index, so that nothing is stored and any rank can generate any
-sample. For a U-Net, every voxel is labelled with its tissue. For a classifier, the sample is labelled with the kind of
-its lesion."""
+Sample `index` is a pure function of the seed and the index, so nothing is stored and any rank can generate any sample.
+For a U-Net, every voxel is labelled with its tissue. For a classifier, the sample is labelled with the kind of its
+lesion."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def draw_lesion(generator: np.random.Generator, size: tuple[int, ...], kind: int
 
 
 def ellipsoid(size: tuple[int, ...], centre: np.ndarray, radii: np.ndarray, rotation: np.ndarray) -> np.ndarray:
-    """Return a mask of the voxels inside the ellipsoid, whose coordinates range from -1 to 1, as bool of shape
-    `size`."""
+    """Return a mask of the voxels inside the ellipsoid, as bool of shape `size`. Coordinates range from -1 to 1 along
+    each axis."""
     axes = [np.linspace(-1, 1, extent, dtype=np.float32) - middle for extent, middle in zip(size, centre, strict=True)]
     grid = np.meshgrid(*axes, indexing="ij", sparse=True)
     reach = np.zeros(size, dtype=np.float32)

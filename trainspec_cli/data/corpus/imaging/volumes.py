@@ -76,8 +76,8 @@ class VolumeFolder:
             elif pair[0].suffix != ".npy":
                 image = np.moveaxis(np.asarray(image), -1, 0)  # in NIfTI, the contrasts are the last dimension
             label = open_array(pair[1])
-            # Scale by the tissue only, because air (0) fills most of a scan and would determine the scale. To determine
-            # it, each file is read in full once.
+            # Scale by the tissue only, because air (0) fills most of a scan and would dominate the scale. This requires
+            # reading each file in full once.
             path = pair[0]
             if path not in self._moments:
                 voxels = np.asarray(image, dtype=np.float32)
