@@ -25,7 +25,7 @@ from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.record import read_plan, read_plan_of_all_nodes
 from trainspec_cli.run.job.job import Job
-from trainspec_cli.run.recovery.run_state import NodeLost, NodeReturned, NodeSlow
+from trainspec_cli.run.recovery.run_state import NodeLost, NodeReturned, NodeSlow, NodeUnfit
 from trainspec_cli.run.supervise import MEASURED_STEPS, RunNodes
 
 STEP_S = 5.0
@@ -225,7 +225,8 @@ def test_a_spare_node_that_goes_meanwhile(make_lab) -> None:
     lab.until_decided()
     lab.run_nodes.hostnames = ("host0", "host1", "host2", "")
     assert lab.leave_out(1) == (lab.job, lab.plan)
-    assert lab.reports == ["no spare node is left: the run restarts with node 1"]
+    (report,) = lab.reports
+    assert "node 1 (host1)" in report
     assert lab.directives == []
 
 
@@ -335,6 +336,27 @@ def test_the_end_of_a_run_is_not_delayed_by_a_node_that_returns(make_lab, clock:
     lab.make_steps(1000 - 60)  # a third of the 300 s that are left
     lab.run_nodes.hostnames = ("host0", "host2", "host1")
     assert lab.make_steps(1) == []
+
+
+def test_a_first_node_that_is_slow_leaves_the_work_to_the_others(make_lab) -> None:
+    """It goes on with this process. If its agent is lost, the others train on."""
+    lab = make_lab()
+    lab.open()
+    lab.become_slow()
+    lab.until_decided()
+    job, plan = lab.leave_out(0)
+    assert (job.nodes, job.left_out, plan.num_nodes) == ((1, 2), (0,), 2)
+    lab.open(job, plan)
+    job, plan = lab.lose(1)
+    assert (job.nodes, plan.num_nodes) == ((2, 1), 1), "node 1 is first in the job, but is not this node"
+
+
+def test_a_node_that_is_unfit_is_not_used_again(make_lab) -> None:
+    lab = make_lab()
+    lab.open()
+    job, plan = lab.run_nodes.select([NodeUnfit(2, "host2", "no GPU")])
+    assert (job.nodes, job.left_out, plan.num_nodes) == ((0, 1), (2,), 2)
+    assert [one.reason for one in lab.directives if isinstance(one, NodesEvent)] == ["unfit"]
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ from trainspec_cli.run.folder.record import NodeErrorRecord, write_error
 from trainspec_cli.run.job.folder import write_other_nodes
 from trainspec_cli.run.job.job import Job, ranks_of, start_folder, torchrun_command
 from trainspec_cli.run.recovery import recovery, run_state
-from trainspec_cli.run.recovery.run_state import NodeLost, NodeReturned, NodeSlow
+from trainspec_cli.run.recovery.run_state import NodeChange, NodeLost, NodeReturned, NodeSlow, NodeUnfit
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 
 # Select the nodes of a run's starts. A node without which the run would be faster is found by the speeds that its
@@ -63,7 +63,9 @@ MEASURED_STEPS = 5
 """Minimum number of steps for a median step time."""
 REMEMBERED_STEPS = 50
 
-REASONS: dict[type, NodeReason] = {NodeSlow: "slow", NodeLost: "lost", NodeReturned: "returned"}
+REASONS: dict[type, NodeReason] = {
+    NodeSlow: "slow", NodeLost: "lost", NodeUnfit: "unfit", NodeReturned: "returned"
+}  # fmt: skip
 
 Replan = Callable[[Plan, int], Plan | None]
 """Returns the plan of a run on the given number of nodes, or None."""
@@ -95,6 +97,8 @@ class RunNodes:
         """`replan` is called in a background thread. `mail` receives the speeds reported by the workers."""
         scheduler = plan.spec.scheduler
         self._run = job.run
+        self._here = job.nodes[0] if job.nodes else 0
+        """The number of the node that runs this process."""
         self._full = plan
         """The plan for all nodes, to which a run with fewer nodes returns."""
         self._executor = executor or ThreadPoolExecutor(1, "fewer nodes")
@@ -144,7 +148,8 @@ class RunNodes:
         if has_fewer and made and (spares := self._spares) and len(self._times_s) >= MEASURED_STEPS:
             # Assume that the speed is proportional to the number of nodes.
             remaining_s = (self._plan.total_steps - self._step) * median(self._times_s)
-            if remaining_s / (self._plan.num_nodes + 1) > self._restart_s:
+            is_worth_it = remaining_s / (self._plan.num_nodes + 1) > self._restart_s
+            if is_worth_it and self._asked_s == math.inf:
                 node, host = next(iter(spares.items()))
                 self._asked_s = time.monotonic()
                 return [NodeReturned(node, host, f"node {node} ({host}) is connected: the run restarts with it")]
@@ -188,44 +193,55 @@ class RunNodes:
             self._is_on = False
             return []
 
-    def select(self, reasons: Sequence[NodeSlow | NodeLost | NodeReturned]) -> tuple[Job, Plan]:
-        """Return the job and the plan of the next start, and record them: without slow and lost nodes, and with the
+    def select(self, reasons: Sequence[NodeChange]) -> tuple[Job, Plan]:
+        """Return the job and the plan of the next start, and record them: without the nodes that leave, and with the
         connected spares that are needed to have as many nodes as planned. If no layout fits the nodes that are left, or
         the recipe says so, the next start waits for a lost node."""
         self._take_steps(self._events.read())
         before = self._job.nodes
-        # The first node runs this process, so only its agent was lost, and the next start has another one.
-        leaving = {one.node for one in reasons if not isinstance(one, NodeReturned)} - {before[0]}
-        lost = [one for one in reasons if isinstance(one, NodeLost)]
-        own = [node for node in before[: self._plan.num_nodes] if node not in leaving]
-        spares = {node: host for node, host in self._spares.items() if node not in leaving}
+        dropped = {one.node for one in reasons if isinstance(one, (NodeSlow, NodeUnfit))}
+        # If the agent of this node was lost, the next start has another one.
+        lost = {one.node for one in reasons if isinstance(one, NodeLost)} - {self._here}
+        own = [node for node in before[: self._plan.num_nodes] if node not in dropped | lost]
+        spares = {node: host for node, host in self._spares.items() if node not in dropped | lost}
         largest = min(self._full.num_nodes, len(own) + len(spares))
-        waits = bool(lost) and self._plan.spec.resilience.after_node_loss == "wait"
-        smallest = self._plan.num_nodes if waits else 1 if lost else self._plan.num_nodes - 1
-        counts = range(largest, smallest - 1, -1)
-        plan = next(filter(None, map(self._plan_for, counts)), None)
-        for one in lost:
-            then = "its agent starts again" if one.node == before[0] else "the run waits for it"
-            if plan is not None and one.node != before[0]:
-                replaced = [f"node {node} ({host})" for node, host in spares.items()][: plan.num_nodes - len(own)]
-                number = f"{plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
-                then = f"the run restarts on {number}" + (f", with {', '.join(replaced)}" if replaced else "")
-            self._report(f"node {one.node} ({one.hostname}) {one.why}; {then}")
+        number = self._plan.num_nodes
+        if lost and self._plan.spec.resilience.after_node_loss == "wait":
+            smallest = number
+        else:  # a slow node is dropped only if a layout fits without it
+            smallest = number - 1 if all(isinstance(one, NodeSlow) for one in reasons) else 1
+        plan = next(filter(None, map(self._plan_for, range(largest, smallest - 1, -1))), None)
+        taken = list(spares)[: max(0, plan.num_nodes - len(own))] if plan else []
+        self._report_leaving(reasons, plan, [f"node {node} ({spares[node]})" for node in taken])
         if plan is None:
-            for slow in (reason for reason in reasons if isinstance(reason, NodeSlow)):
-                self._report(f"no spare node is left: the run restarts with node {slow.node}")
             return self._job, self._plan
-        taken = list(spares)[: max(0, plan.num_nodes - len(own))]
         for reason in reasons:
             event = self._write_directive(reason, plan, taken[0] if taken else None)
             self._given = event if isinstance(reason, NodeSlow) else self._given
         if plan is not self._plan:
             write_other_nodes(self._run, plan)
-        left_out = (*self._job.left_out, *(reason.node for reason in reasons if isinstance(reason, NodeSlow)))
-        used = [*own, *taken]
-        rest = [node for node in before if node not in used and node not in left_out]
-        nodes = (*used, *sorted(rest, key=lambda node: node in leaving))  # a lost node may return as a spare
+        used = [*own, *taken][: plan.num_nodes]
+        rest = [node for node in before if node not in dropped and node not in used]
+        nodes = (*used, *sorted(rest, key=lambda node: node in lost))  # a lost node may return as a spare
+        left_out = (*self._job.left_out, *sorted(dropped))
         return replace(self._job, nodes=nodes, left_out=left_out, world_size=plan.world_size), plan
+
+    def _report_leaving(self, reasons: Sequence[NodeChange], plan: Plan | None, replacements: Sequence[str]) -> None:
+        for one in reasons:
+            name = f"node {one.node}" + (f" ({one.hostname})" if one.hostname else "")
+            if isinstance(one, NodeSlow) and plan is None:
+                self._report(f"no spare node is left: the run restarts with {name}")
+            if not isinstance(one, (NodeLost, NodeUnfit)):
+                continue
+            what = one.why if isinstance(one, NodeLost) else f"cannot take part: {one.why}"
+            if one.node == self._here and isinstance(one, NodeLost):
+                then = "its agent starts again"
+            elif plan is None:
+                then = "the run waits for it"
+            else:
+                then = f"the run restarts on {plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
+                then += f", with {', '.join(replacements)}" if replacements else ""
+            self._report(f"{name} {what}; {then}")
 
     def _plan_for(self, nodes: int) -> Plan | None:
         """Return the plan of the run on this number of nodes; None if no layout fits."""
@@ -304,11 +320,11 @@ class RunNodes:
     # Write the lines of directives.jsonl
 
     def _write_directive(
-        self, reason: NodeSlow | NodeLost | NodeReturned, plan: Plan, spare: int | None, *, applied: bool = True
+        self, reason: NodeChange, plan: Plan, spare: int | None, *, applied: bool = True
     ) -> NodesEvent:
         self._number += 1
         event = NodesEvent(
-            step=self._step,
+            step=self._step or newest_step(read_sound(self._run.events(0))),
             number=self._number,
             applied=applied,
             reason=REASONS[type(reason)],
@@ -413,6 +429,7 @@ class Supervisor:
             memory_ladder=plan.memory_ladder if plan else (),
             restarts_left=job.max_restarts,
             survives_lost_nodes=job.survives_lost_nodes,
+            took_over=bool(job.lost),
         )
         self._backend: RunBackend | None = None
         self._marks: EventWriter | None = None
@@ -428,10 +445,10 @@ class Supervisor:
         self._mail.clear()
         if self._nodes and self._plan:
             self._nodes.open(self._job, self._plan)
-            if self._job.lost_host:  # the run's first node, from which this one has taken over
-                lost = NodeLost(self._job.nodes[-1], self._job.lost_host, "was the first node, and is gone", ())
-                job, self._plan = self._nodes.select([lost])
-                self._job = replace(job, lost_host="")
+            if self._job.lost:  # this node has taken over the run
+                lost = [NodeLost(node, host, "is not connected", ()) for node, host in self._job.lost]
+                job, self._plan = self._nodes.select(lost)
+                self._job = replace(job, lost=())
                 self._nodes.open(self._job, self._plan)
         self._marks = EventWriter(self._job.run.supervisor_events, SUPERVISOR)
         self._marks.write(LaunchMark())
@@ -589,5 +606,5 @@ class Supervisor:
         logs = self._first_logs.with_name(f"{self._first_logs.name}_start{number:03d}")
         worker = self._job.worker
         command = torchrun_command(self._job.world_size, logs, worker) if worker else self._job.command
-        self._job = replace(self._job, logs=logs, command=command)
+        self._job = replace(self._job, logs=logs, command=command, is_restart=True)
         self.open()

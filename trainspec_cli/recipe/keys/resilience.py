@@ -96,15 +96,15 @@ class ResilienceSpec:
     """Maximum number of restarts per hour of each replica group (elastic) or of the run (restart, sites). A group that
     fails more often stays down."""
     after_node_loss: NodeLossResponse = "continue"
-    """restart, on several nodes without Slurm: what happens when a node is lost. A connected spare node takes its place
-    in any case.
+    """restart, on several nodes without Slurm: what happens when a node is lost.
 
-    continue: without a spare, the run restarts on fewer nodes if a layout fits, and returns to all nodes when the lost
-    one or a replacement is connected. Otherwise, it waits.
+    continue: the run restarts with a connected spare node or, without one, on fewer nodes, and returns to all nodes
+    when the lost one or a replacement is connected. If no layout fits fewer nodes, it waits.
 
     If node 0 is lost, the node with the lowest number takes over its tasks.
 
-    wait: it restarts when the node or a replacement has connected, within `run.join_timeout_s`; it ends with node 0.
+    wait: it restarts with a connected spare node or, without one, when the lost node or a replacement has connected,
+    within `run.join_timeout_s`. If node 0 is lost, it ends.
 
     end: it ends with exit code 5. A Slurm job always ends, and is requeued without the node.
     """

@@ -288,7 +288,9 @@ def find_owner(run: RunDir) -> Owner | None:
 def is_running(run: RunDir) -> bool:
     """Return True if a supervisor holds the claim or orphaned workers are alive; False if that is unknown."""
     try:
-        descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        # NFS refuses an exclusive lock on a file that is open for reading only.
+        mode = os.O_RDWR if os.access(run.pid_json, os.W_OK) else os.O_RDONLY
+        descriptor = os.open(run.pid_json, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno not in _CANNOT_BE_LOOKED_AT:
             raise unreadable(run.pid_json, f"cannot be opened: {error.strerror}") from error

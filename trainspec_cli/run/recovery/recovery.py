@@ -99,6 +99,7 @@ def begin(
     restarts_left: int | None = None,
     *,
     survives_lost_nodes: bool = False,
+    took_over: bool = False,
 ) -> RunState:
     """Return the state of a run before anything has been started."""
     return RunState(
@@ -109,6 +110,7 @@ def begin(
         memory_ladder=memory_ladder,
         restarts_left=restarts_left,
         survives_lost_nodes=survives_lost_nodes and resilience.mode == "restart",
+        took_over=took_over,
     )
 
 
@@ -147,7 +149,7 @@ def next_action(state: RunState, event: Event) -> Decision:
         case NodeUnfit():
             name = f"node {event.node} ({event.hostname})" if event.hostname else f"node {event.node}"
             if state.is_alone:
-                return _drop_waiting(state)._replace(exit_code=1), (RecordLosses(),)
+                return _node_lost(state, event)
             if not any(group.starts for group in state.groups):
                 return state._replace(killed=True), (Refuse("unfit_host", f"{name}: {event.why}", event.hint),)
             return state, (Inform(f"{name} came back but cannot take part: {event.why}"),)
@@ -234,7 +236,11 @@ def _start_if_due(state: RunState, number: int) -> Decision:
     # A new generation has a new rendezvous, new logs and a new backend, which reports the connected nodes again.
     if group.needs_generation:
         state = _change(state, number, needs_generation=False, presence="awaited")
-        return state._replace(has_begun=False, exit_code=None), (BeginGeneration(),)
+        changes = (ChangeNodes(state.leaving),) if state.leaving else ()
+        slow = tuple(one.node for one in state.leaving if isinstance(one, NodeSlow))
+        replaced = tuple(one.node for one in state.leaving if not isinstance(one, NodeReturned))
+        state = state._replace(leaving=(), left_out=(*state.left_out, *slow), replaced=(*state.replaced, *replaced))
+        return state._replace(has_begun=False, exit_code=None), (*changes, BeginGeneration())
     if group.presence != "there":
         return state, ()
     starts = group.starts + 1
@@ -253,7 +259,7 @@ def _start_if_due(state: RunState, number: int) -> Decision:
         stepped_s=0.0,
         retried_s=0.0,
     )
-    return state, (Launch(number, starts),)
+    return state._replace(replaced=()), (Launch(number, starts),)
 
 
 # Events: workers and groups fail
@@ -386,48 +392,55 @@ def _wait(state: RunState, number: int) -> tuple[RunState, str]:
 # Events: nodes come and go
 
 
-def _node_lost(state: RunState, event: NodeLost) -> Decision:
+def _node_lost(state: RunState, event: NodeLost | NodeUnfit) -> Decision:
     """Kill the groups that ran on the node, because they cannot continue without it."""
     # A group that is already waiting or ending stays as it is, because its processes are gone or are being killed.
-    hit = [number for number in event.groups if state.groups[number].phase == "running"]
+    groups = event.groups if isinstance(event, NodeLost) else ()
+    hit = [number for number in groups if state.groups[number].phase == "running"]
     kill = tuple(map(Kill, hit))
     for number in hit:
         state = _change(state, number, phase="ending")
     if not state.is_alone:
         return state, kill
     only = state.groups[0]
-    continues = state.survives_lost_nodes and only.starts > 0 and not (state.stopping or state.stop_requested)
+    leaves = state.survives_lost_nodes and not (state.stopping or state.stop_requested)
+    leaving = (*state.leaving, event)
     if only.phase != "waiting":
-        if continues:
-            return state._replace(leaving=(*state.leaving, event)), ((MarkFailure(), *kill) if hit else kill)
-    # The node was lost, or has not come back, before a start; this counts as a restart, so that it does not repeat
-    # without end.
-    elif continues and may_restart(state.resilience, only.restarts_s, state.now_s):
+        if leaves:
+            return state._replace(leaving=leaving), ((MarkFailure(), *kill) if hit else kill)
+    elif leaves and only.needs_generation:
+        return state._replace(leaving=leaving), ()
+    # The node did not take part in a restart. The next one does without it, unless this one was supposed to, or the
+    # recipe says to wait for lost nodes, for which the time is over.
+    elif (
+        leaves
+        and (only.starts or state.took_over)
+        and state.resilience.after_node_loss == "continue"
+        and event.node not in state.replaced
+        and may_restart(state.resilience, only.restarts_s, state.now_s)
+    ):
         state = _change(state, 0, needs_generation=True, restarts_s=(*only.restarts_s, state.now_s))
-        return state, (ChangeNodes((event,)),)
-    return _drop_waiting(state), (RecordLosses(), *kill)
+        return state._replace(leaving=leaving), ()
+    unfit = isinstance(event, NodeUnfit) and not only.starts
+    return (_drop_waiting(state)._replace(exit_code=1) if unfit else _drop_waiting(state)), (RecordLosses(), *kill)
 
 
 def _after_leaving(state: RunState, event: GroupEnded) -> Decision:
     """Restart with other nodes. If a node was lost, or the workers did not exit as requested, this is a failure."""
     group = state.groups[0]
-    changes = ChangeNodes(state.leaving)
-    slow = tuple(one.node for one in state.leaving if isinstance(one, NodeSlow))
-    lost = [one for one in state.leaving if isinstance(one, NodeLost)]
-    state = state._replace(leaving=(), left_out=(*state.left_out, *slow), last_failure=event.headline)
     over = state.stop_requested or state.stopping or bool(event.left_behind)
-    if lost:
+    state = state._replace(last_failure=event.headline)
+    if any(isinstance(one, NodeLost) for one in state.leaving):
         if over or not may_restart(state.resilience, group.restarts_s, state.now_s):
             return state, (RecordLosses(),)
         state, _ = _wait(_change(state, 0, needs_generation=True), 0)
-        return state, (changes,)
+        return state, ()
     failed = event.own_error or event.foreseen or event.checkpoint_step <= group.checkpoint_step
     if over or failed:
-        state, actions = _after_failure_of_run(state, event)
-        return state, (changes, *actions) if state.groups[0].phase == "waiting" else actions
+        return _after_failure_of_run(state, event)
     state = _change(state, 0, is_planned=True, needs_generation=True, failures_in_a_row=0)
     state, _ = _wait(state, 0)
-    return state, (changes,)
+    return state, ()
 
 
 def _agents_failed(state: RunState, event: AgentsFailed) -> Decision:

@@ -79,8 +79,12 @@ class RunState(NamedTuple):
     """The settings to use one after another when memory runs out."""
     survives_lost_nodes: bool = False
     """Whether a single-group run restarts without a lost node. If not, the run ends (and its Slurm job is requeued)."""
-    leaving: tuple[NodeSlow | NodeLost | NodeReturned, ...] = ()
-    """Why the next start uses other nodes. If this is not empty, the workers were asked to exit, or were killed."""
+    took_over: bool = False
+    """Whether another supervisor had the run before, which was lost with its node."""
+    leaving: tuple[NodeChange, ...] = ()
+    """Why the next start uses other nodes. The workers were asked to exit, or were killed."""
+    replaced: tuple[int, ...] = ()
+    """Lost, unfit and slow nodes that the current generation does without, until its workers start."""
     left_out: tuple[int, ...] = ()
     """Slow nodes that were dropped."""
     restarts_left: int | None = None
@@ -273,6 +277,10 @@ Event = (
 )  # fmt: skip
 
 
+NodeChange = NodeSlow | NodeLost | NodeUnfit | NodeReturned
+"""Why a start of a run uses other nodes than the one before."""
+
+
 # Actions of the supervisor
 
 
@@ -315,7 +323,7 @@ class ChangeNodes:
     """Select the nodes of the next start: all that are connected except those that leave, as many as the run was
     planned for."""
 
-    reasons: tuple[NodeSlow | NodeLost | NodeReturned, ...]
+    reasons: tuple[NodeChange, ...]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from trainspec_cli.recipe.keys.run import RunSection, RunSpec
 from trainspec_cli.recipe.records import Absent
 from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.reporter.live import LiveView
-from trainspec_cli.run.backend.nodes.agent import run_agent
+from trainspec_cli.run.backend.nodes.agent import CUT_OFF, run_agent
 from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, agent_command
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord
@@ -117,9 +117,9 @@ class Joined:
     """Key or option that specifies how long nodes wait for one another."""
     of_slurm: bool = False
     """True if srun merges the output of all nodes, so that the first node's progress is already visible."""
-    take_over: Callable[[RunDir, int, RunConsole], int | None] | None = None
-    """Supervises the run from this node after the loss of its first node, and returns the run's exit code; None if
-    another supervisor has the run. None for runs that end with their first node."""
+    take_over: Callable[[RunDir, GenerationRecord, int, RunConsole], int | None] | None = None
+    """Supervises the run from this node after the loss of its first node during a start, and returns the run's exit
+    code; None if another supervisor has the run. None for runs that end with their first node."""
 
 
 def join(
@@ -148,11 +148,13 @@ def join(
     limit = f"up to {format_duration(wait_s)}; {joined.join_key}"
     console.report(f"node {node}: waiting for the first node {where} ({limit})")
     gives_up_at = deadline
+    lost_in: GenerationRecord | None = None
     while not (served and run.result_json.is_file()):
         if time.monotonic() > deadline:
-            if not served or joined.take_over is None or not survives_first_node(run) or time.monotonic() > gives_up_at:
+            is_newest = generations.newest(run) == served
+            if lost_in is None or joined.take_over is None or (is_newest and time.monotonic() > gives_up_at):
                 break
-            code = joined.take_over(run, node, console)
+            code = joined.take_over(run, lost_in, node, console) if is_newest else None
             if code is not None:
                 return code
             deadline = min(gives_up_at, time.monotonic() + RESULT_TIMEOUT_S)
@@ -169,11 +171,16 @@ def join(
                         if not joined.of_slurm:
                             shown.enter_context(_showing_progress(run, record, console))
 
-                    run_agent(run, generation, node, begin)
+                    code = run_agent(run, generation, node, begin)
                 served = generation
-                # If several nodes could take over, the one with the lowest number is the first to try.
-                deadline = time.monotonic() + RESULT_TIMEOUT_S + node * RETRY_S
-                gives_up_at = max(deadline, time.monotonic() + wait_s)
+                gives_up_at = deadline = time.monotonic() + RESULT_TIMEOUT_S
+                lost_in = generations.read(run, generation) if code == CUT_OFF else None
+                if lost_in and joined.take_over and survives_first_node(run):
+                    # The node with the lowest number is the first to take over.
+                    deadline += node * RETRY_S
+                    gives_up_at = deadline + wait_s
+                else:
+                    lost_in = None
             except MachineError as error:  # perhaps from an earlier start whose first node is gone
                 refusal = error
         time.sleep(RETRY_S)
@@ -181,7 +188,7 @@ def join(
         raise refusal
     result = read_result(run)
     if result is None:
-        console.report(f"node {node}: no result from the first node within {RESULT_TIMEOUT_S:g} s; it was lost")
+        console.report(f"node {node}: the first node was lost, and has not written a result")
         console.report(f"restart the run: {kind_of(run).start_again(run)}")
     else:
         reason = "" if isinstance(result.reason, Absent) else f": {result.reason}"

@@ -43,7 +43,7 @@ from trainspec_cli.session.launching.changes import (
     trained_samples,
 )
 from trainspec_cli.session.launching.kinds import command_to_resume, kind_of, quoted
-from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join
+from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join, survives_first_node
 from trainspec_cli.session.launching.session import (
     Session,
     check_detachable,
@@ -98,9 +98,12 @@ def resume_recipe(
     if changes and _is_of_slurm_alone(run, nodes) and not detach and notify == NOBODY:
         change_submitted(run, changes, console)
         return EXIT_DONE
-    if nodes.endpoint and nodes.is_first and is_running(run):
-        # Another node has taken over from the first one, which now joins it like any other node.
-        return join(str(run.root), nodes.node_rank, console, joined=Joined(take_over=take_over))
+    if nodes.endpoint and not detach:
+        # The first node prepares changed values for all. If another one has taken over from it, it joins like the rest.
+        limits = read_plan_of_all_nodes(run).spec.run
+        if (changes and not nodes.is_first) or (not changes and survives_first_node(run) and is_running(run)):
+            joined = Joined(take_over=take_over)
+            return join(str(run.root), nodes.node_rank, console, wait_s=limits.join_timeout_s, joined=joined)
     session = replace(prepare_resume(run, changes, nodes, console, force=force, as_json=as_json), notify=notify)
     if not nodes.is_first and session.reach:
         wait_s = session.plan.spec.run.join_timeout_s
@@ -108,7 +111,7 @@ def resume_recipe(
     if not detach:
         return start(session)
     check_detachable(session)
-    pid = resume_detached(run, [*changes, *notify.options], force=force)
+    pid = resume_detached(run, [*changes, *nodes.as_arguments, *notify.options], force=force)
     print(describe_detached(run, pid, as_json=as_json))
     return EXIT_DONE
 

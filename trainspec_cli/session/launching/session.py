@@ -48,6 +48,7 @@ from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.event_types.events import StartEvent
 from trainspec_cli.run.folder.events import EventTail
 from trainspec_cli.run.folder.files import write_text
+from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.known_runs import known_runs
 from trainspec_cli.run.folder.memory import newest_copy
 from trainspec_cli.run.folder.own_code import describe_changed_code
@@ -58,6 +59,7 @@ from trainspec_cli.run.job.folder import (
     check_free,
     claim,
     find_owner,
+    is_running,
     make_folder,
     storage,
     write_launch,
@@ -147,23 +149,29 @@ def launch(
     return EXIT_DONE
 
 
-def take_over(run: RunDir, node: int, console: RunConsole) -> int | None:
-    """Supervise a run whose first node is lost from this node, `node`; the others join it as they joined the first.
-    Return the run's exit code; None if another supervisor has the run."""
+def take_over(run: RunDir, lost_in: GenerationRecord, node: int, console: RunConsole) -> int | None:
+    """Supervise a run from this node, `node`, after its first node was lost in the start `lost_in`; the other nodes
+    join this node's starts. Return the run's exit code; None if another supervisor has the run."""
+    if is_running(run):
+        return None
+    first, *others = lost_in.nodes[: lost_in.num_nodes]
+    spares = lost_in.nodes[lost_in.num_nodes :]
+    own = (node, *(other for other in others if other != node))
     plan = read_plan_of_all_nodes(run)
-    record = generations.read(run, generations.newest(run))
-    assert record is not None, "this node has joined a start"
-    lost, *others = record.nodes
+    away = (first, *(spare for spare in spares if spare != node))
+    missing = away[: plan.num_nodes - len(own)]
     reach = Reach(
-        own_address(record.head),
+        own_address(lost_in.head),
         agent_command(node),
         return_timeout_s=plan.spec.run.join_timeout_s,
-        nodes=(node, *(other for other in others if other != node), lost),
-        lost_host=record.host,
+        nodes=(*own, *away),
+        lost=tuple((other, lost_in.host if other == first else "") for other in missing),
     )
-    console.report(f"node {node}: takes over the run, because its first node, {record.host}, is gone")
+    console.report(f"node {node}: takes over the run, because its first node, {lost_in.host}, is gone")
     try:
-        return start(Session(plan, detect(look_for_gpus=plan.device == "cuda"), run, console, reach))
+        machine = detect(look_for_gpus=plan.device == "cuda")
+        # The run has trained with this plan, so it starts even if the plan is predicted not to fit.
+        return start(Session(plan, machine, run, console, reach, force=True))
     except TrainspecError as error:
         if error.problems[0].code in ("still_running", generations.FENCED):
             console.report(f"node {node}: another node has the run")

@@ -176,8 +176,8 @@ class MemoryEvent(Event):
     """The replica group that ran out of memory, if there are several groups."""
 
 
-NodeReason = Literal["slow", "lost", "returned"]
-"""Why a run changes its nodes: one is slow, one was lost, or one that it lacked is connected."""
+NodeReason = Literal["slow", "lost", "unfit", "returned"]
+"""Why a run changes its nodes: one is slow, was lost or cannot take part, or one that was missing is connected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
