@@ -1,4 +1,4 @@
-"""What tests of several rooms share."""
+"""Fixtures and hooks for tests of several folders."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from lab import measured, strangers
 from lab.drawing import NOT_DRAWN, order_of_commit
 from lab.other_frameworks import NOT_IN_CI
 from lab.published import MODELS, SIZES
+from lab.recorded import Recorded
 from lab.tracing import Trace, open_forks, tracer
 
 from trainspec_cli.data.corpus import bpe
@@ -68,6 +69,10 @@ CURVES = ("loss", "add", "cast", "optimizer", "all_reduce", "all_gather", "reduc
 PASSES = ("attention", "attention_narrow", "norm", "rope", "swiglu")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite", action="store_true", help="write the texts in expected/ folders again")
+
+
 def pytest_configure() -> None:
     """A shell's background jobs ignore Ctrl-C, and so would whatever the tests of one start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -75,7 +80,7 @@ def pytest_configure() -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Four processes or more for the whole suite, much of which waits; none for files that somebody names."""
+    """Four processes or more for the whole suite, because many tests wait; none for files given by name."""
     return max(4, (os.cpu_count() or 2) // 2) if config.args_source is config.ArgsSource.TESTPATHS else 0
 
 
@@ -148,6 +153,12 @@ def _refuse_skip(report: Report) -> Report:
 
 
 @pytest.fixture
+def recorded(request: pytest.FixtureRequest) -> Recorded:
+    """recorded(text): the text is the one that expected/ has for this test."""
+    return Recorded(request)
+
+
+@pytest.fixture
 def made_up_probe() -> MachineProbe:
     """A machine on which everything takes a second a unit."""
     curve, reference = Curve((1.0, 2.0), (1.0, 2.0)), Reference(plan(SPEC, MACHINE), dict.fromkeys(PARTS, 1.0), 0.0)
@@ -199,14 +210,14 @@ def stranger() -> Callable[..., Any]:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder in which every user may make files."""
+    """A folder that every user may write to."""
     with strangers.shared_folder() as folder:
         yield folder
 
 
 @pytest.fixture
 def hf_folder(tmp_path: Path) -> Callable[..., Path]:
-    """hf_folder("qwen3"): what `save_pretrained` of transformers writes of a tiny model, with a tokenizer beside it."""
+    """hf_folder("qwen3"): a tiny model as `save_pretrained` of transformers writes it, with a tokenizer."""
     transformers = pytest.importorskip("transformers")
     import torch
 

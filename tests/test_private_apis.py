@@ -119,13 +119,13 @@ MAY_LACK = {
     "_fsdp_param_groups": "engine/parallel/data_parallel.py",  # torch 2.11 has one group
     "_unsharded_param": "engine/parallel/data_parallel.py",
 }
-"""Attributes that are asked for with a default, and their absence is handled."""
+"""Attributes that are read with a default; their absence is handled."""
 OF_PYTHON = {"_replace", "_exit", "_current_frames", "_run_exitfuncs", "_shutdown", "_getframe", "_ParameterKind"}
 """Private by name alone (namedtuple, os), or parts of Python."""
 
 
 def find(name: str) -> Any:
-    """Import what a dotted name stands for. Raises AttributeError, by name."""
+    """Import the object with this dotted name. Raises AttributeError, by name."""
     words = name.split(".")
     for count in range(len(words), 0, -1):
         try:

@@ -8,22 +8,22 @@ import sys
 import zipfile
 from pathlib import Path
 
-HOUSE = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent
 
 
 def test_a_wheel_works_from_anywhere(tmp_path: Path) -> None:
     built, site, elsewhere = tmp_path / "built", tmp_path / "site", tmp_path / "else where"
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(built)]
-    subprocess.run(command, cwd=HOUSE, check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
     data = site / "trainspec_cli" / "_data"
     shipped = {path.relative_to(data) for kind in ("yaml", "json") for path in data.rglob(f"*.{kind}")}
     assert shipped == {
-        path.relative_to(HOUSE)
+        path.relative_to(ROOT)
         for folder in ("conf", "recipes")
         for kind in ("yaml", "json")
-        for path in (HOUSE / folder).rglob(f"*.{kind}")
+        for path in (ROOT / folder).rglob(f"*.{kind}")
     }
 
     elsewhere.mkdir()

@@ -1,4 +1,4 @@
-"""A wing's folder may be deleted: everything else goes on without it."""
+"""A wing's folder may be deleted: everything else works without it."""
 
 from __future__ import annotations
 

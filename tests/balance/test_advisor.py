@@ -121,7 +121,7 @@ class World:
         self.look()
 
     def steps(self, number: int, step_s: float = STEP_S) -> list[Proposal]:
-        """Make so many steps; return what is proposed to rank 0 meanwhile."""
+        """Make this many steps; return the proposals to rank 0 in them."""
         for _ in range(number):
             self.at += 1
             self.happen(replace(stepped(self.at), step_time_s=step_s + 5.0, time_s={"checkpoint": 5.0}))
@@ -224,7 +224,7 @@ def test_when_the_rank_recovers_the_planned_layout_is_gone_back_to_by_what_was_m
     assert (second.number, second.before, back.layout) == (2, DATA, PIPELINE)
     assert (back.micro_batch_size, back.grad_accum_steps) == (2, 4)
     assert (back.before_s, back.expected_s) == pytest.approx((11.0, STEP_S))
-    assert back.reason == "all ranks have their usual speed again; the planned layout is pp=2"
+    assert "usual speed again" in back.reason and back.reason.endswith(" pp=2")
     slowed.apply(PIPELINE, DATA)
     slowed.speeds(USUAL)
     assert slowed.steps(50) == []
@@ -248,7 +248,7 @@ def test_it_stays_where_the_planned_layout_was_measured_to_be_slower(slowed: Wor
 
 
 def test_where_the_planned_layout_was_never_measured_the_planner_says_which_is_faster(tmp_path: Path) -> None:
-    """As after a resume, which begins in the layout that the run had."""
+    """A resume is such a case: it begins in the last layout of the run."""
     home = replace(TO_DATA, layout=PIPELINE, reason="planned so")
     world = World(tmp_path, found={(DATA, True): home})
     world.speeds(USUAL, DATA)
@@ -286,7 +286,7 @@ def test_a_change_that_was_no_gain_is_taken_back_and_not_proposed_again(slowed: 
     (proposed,) = slowed.steps(20, 20.0)
     back = proposed.proposal
     assert (back.layout, back.before_s, back.expected_s) == (PIPELINE, 20.0, SLOW_S)
-    assert back.reason == "a step takes 20.0 s in dp_replicate=2; before that change it took 18.0 s"
+    assert all(part in back.reason for part in (" 20.0 s in dp_replicate=2", " 18.0 s"))
     slowed.apply(PIPELINE, DATA, number=2)
     slowed.speeds(SLOW)
     assert slowed.steps(50, SLOW_S) == []
@@ -333,13 +333,14 @@ def test_the_steps_that_are_left_must_win_the_pause_back(tmp_path: Path) -> None
 
 def test_a_search_that_fails_ends_the_advice_and_not_the_run(tmp_path: Path) -> None:
     def fails(home: Plan) -> Known:
-        raise RecipeError(Problem("unknown", "nobody knows this GPU"))
+        raise RecipeError(Problem("unknown", "nobody knows"))
 
     world = World(tmp_path)
     world.advisor = LayoutAdvisor(world.run, world.plan, fails, world.mail, AtOnce())
     world.slow_down()
     assert world.steps(50, SLOW_S) == []
-    assert world.said == ["the search for other layouts failed: RecipeError: nobody knows this GPU"]
+    (said,) = world.said
+    assert said.endswith("RecipeError: nobody knows")
 
 
 @pytest.mark.parametrize(

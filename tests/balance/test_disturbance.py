@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from lab.recorded import Recorded
 
 from trainspec_cli.balance.disturbance import (
     Disturbance,
@@ -79,7 +80,8 @@ def test_what_the_cluster_has_is_accepted() -> None:
 def test_too_few_groups_at_once_are_refused() -> None:
     leaves = [{"node": 0, "from_step": 1, "steps": 20}, {"node": 1, "from_step": 10}]
     (problem,) = checked({"leaves": leaves}, groups=4, min_groups=3)
-    assert problem.path == "disturb.leaves.1" and "2 of 4 replica groups are left at step 10" in problem.message
+    assert problem.path == "disturb.leaves.1" and "2 of 4 replica groups" in problem.message
+    assert problem.message.count("step 10") == 1
     assert checked({"leaves": leaves}, groups=4, min_groups=2) == []
     assert checked({"leaves": [leaves[0], leaves[1] | {"from_step": 21}]}, groups=4, min_groups=3) == []
 
@@ -102,16 +104,15 @@ def test_chance_stays_within_its_bounds_and_repeats_itself() -> None:
     assert 70 < middle < 140, "half of them are shorter than the bounds' geometric mean, 100 s"
 
 
-def test_events_say_what_they_are() -> None:
-    assert Leave(node=3, from_step=5, steps=2).describe() == "node 3 is absent, steps 5 to 6"
-    assert SlowDevice(device=3, factor=1.5).describe() == "device 3 takes 1.5 times as long to compute, from step 1 on"
-    assert SlowNode(node=1024, factor=2, from_step=3, steps=1).describe() == (
-        "node 1,024 takes 2 times as long to compute, steps 3 to 3"
+def test_events_say_what_they_are(recorded: Recorded) -> None:
+    events = (
+        Leave(node=3, from_step=5, steps=2),
+        SlowDevice(device=3, factor=1.5),
+        SlowNode(node=1024, factor=2, from_step=3, steps=1),
+        NarrowLink(factor=4),
+        NarrowLink(node=0, tier="scaleup", factor=1.25, from_step=7),
     )
-    assert NarrowLink(factor=4).describe() == "the network links of every node take 4 times as long, from step 1 on"
-    assert NarrowLink(node=0, tier="scaleup", factor=1.25, from_step=7).describe() == (
-        "the scaleup links of node 0 take 1.25 times as long, from step 7 on"
-    )
+    recorded(*(event.describe() for event in events))
 
 
 def test_events_come_in_the_order_of_their_kinds() -> None:
@@ -163,6 +164,6 @@ def test_the_last_node_and_step_there_are_are_accepted() -> None:
     assert [problem.path for problem in problems] == [
         "disturb.slow_nodes.0.node",
         "disturb.slow_nodes.0.from_step",
-    ], "each thing that is wrong is told"
+    ], "each mistake is reported"
     assert problems[0].hint.startswith("set disturb.slow_nodes.0.node=3 or less")
-    assert problems[1].hint == "set disturb.slow_nodes.0.from_step=300 or less"
+    assert problems[1].hint.startswith("set disturb.slow_nodes.0.from_step=300 ")

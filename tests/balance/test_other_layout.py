@@ -94,8 +94,8 @@ def test_a_slow_rank_of_a_tensor_parallel_group_is_given_samples_of_its_own() ->
     """Eight ranks wait for one that takes 2.1 times as long; as data-parallel ranks, that one takes fewer samples."""
     proposal = others_of(spec_of(TENSOR)).propose(slow(r5=2.1))
     assert proposal is not None and proposal.layout.tp == 1 and proposal.layout.data_parallel_size == 8
-    assert proposal.reason.startswith("the computation of rank 5 takes 2.1 times as long as usual; as ")
-    assert "1 instead of 8 ranks wait for it" in proposal.reason and "shrinks" in proposal.reason
+    assert "rank 5 " in proposal.reason and " 2.1 times " in proposal.reason
+    assert "1 instead of 8 ranks" in proposal.reason and "shrinks" in proposal.reason
     assert proposal.micro_batch_size <= proposal.largest_micro_batch_size <= 2 * proposal.micro_batch_size
     assert proposal.micro_batch_size * proposal.grad_accum_steps * 8 >= 24
     planned = proposal.planned_from(7)
@@ -111,7 +111,7 @@ def test_no_layout_is_proposed_that_cannot_read_the_8_bit_state() -> None:
 
 
 def narrow(scaleup: float = 1.0, network: float = 1.0, *, rank: int = 5) -> LinkPaces:
-    """The links of one rank of eight take so many times as long."""
+    """The links of one rank of eight take this many times as long."""
     one = [tuple(pace if place == rank else 1.0 for place in range(8)) for pace in (scaleup, network)]
     return LinkPaces(*one)
 
@@ -236,7 +236,7 @@ def test_a_layout_to_which_memory_allows_no_way_is_not_proposed(monkeypatch: pyt
 
 
 def test_a_rank_holds_its_old_and_its_new_state_together_on_the_way() -> None:
-    """Half of the layers on each rank before, and all of them after: of states, not of what a step needs besides."""
+    """Half of the layers on each rank before, and all of them after: the states alone."""
     others = others_of(spec_of(LayoutSpec(dp_shard=1, pp=2), devices=2))
     half, whole = others.setup_of(Layout(pp=2), 1), others.setup_of(Layout(dp_replicate=2, zero_stage=1), 1)
     (*_, old), (new,) = others.memory.of_stages(half), others.memory.of_stages(whole)

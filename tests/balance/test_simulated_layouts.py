@@ -56,7 +56,7 @@ def test_a_slow_rank_of_the_only_pipeline_hands_layers_on() -> None:
     simulation = run(job_of(PIPELINE, "shares", "layers"))
     (change,) = simulation.decisions
     assert change.kind == "layers" and 50 < change.step < 100
-    assert "pipeline rank 3 takes 3 times the usual time for its layers" in change.reason
+    assert "pipeline rank 3 takes 3 times " in change.reason
     assert change.achieved_s == pytest.approx(change.expected_s, rel=0.1) and change.expected_s < 0.8 * change.before_s
     assert simulation.on.by_step[300] > 0.97 * simulation.on.by_step[20]
     assert simulation.won_back is not None and simulation.won_back >= 0.85

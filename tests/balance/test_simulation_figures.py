@@ -27,7 +27,7 @@ def test_a_simulation_tells_what_was_simulated() -> None:
     assert (simulation.name, simulation.description, simulation.steps) == ("name", "why", 10)
     assert (simulation.global_batch_size, simulation.data_parallel_ranks, simulation.replica_groups) == (64, 16, 2)
     assert (simulation.micro_batch_size, simulation.largest_micro_batch_size, simulation.report_interval) == (1, 1, 1)
-    assert simulation.events == ("device 3 takes 2 times as long to compute, steps 4 to 5",)
+    assert simulation.events == tuple(event.describe() for event in events["slow_devices"])
     assert simulation.step_s == pytest.approx(4.25)
 
 

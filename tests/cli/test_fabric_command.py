@@ -63,7 +63,7 @@ def measured(folder: Path, near: float = 40e9, far: float = 20e9) -> Path:
 def test_a_node_in_slurm_becomes_a_fabric_for_plans(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["fabric", "--write", "conf/fabric/mine.yaml"]) == 0
     output = capsys.readouterr().out
-    assert "8: NV18 between 28 pairs" in output and "trainspec plan ... fabric=mine" in output
+    assert "8: NV18 between 28 pairs" in output and "plan ... fabric=mine" in output
     text = (here / "conf/fabric/mine.yaml").read_text()
     assert "# oversubscription: ..." in text and "# latency_us: ..." in text and "$schema" not in text
     spec = load_for_planning([*PLAN, "fabric=mine"]).spec
@@ -106,8 +106,8 @@ def test_a_missing_driver_and_slurm_are_reported(here: Path, capsys: pytest.Capt
     write_program(here / "bin/scontrol", 'echo "slurm_load_topo: Unable to contact slurm controller" >&2; exit 1')
     assert run(["fabric"]) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert "nvidia-smi topo -m failed: NVIDIA-SMI has failed because it couldn't communicate, so NVLink" in output
-    assert "8: SYS between 16, NODE between 12 pairs" in output and "GPU0 mlx5_0" in output
+    assert "nvidia-smi topo -m failed: NVIDIA-SMI has failed" in output and "so NVLink" in output
+    assert "8: SYS between 16, NODE" in output and "GPU0 mlx5_0" in output
     assert "Unable to contact" in output
 
 
@@ -138,15 +138,15 @@ def test_files_of_another_cluster_are_read_without_gpu_and_slurm(
 @pytest.mark.parametrize(
     ("arguments", "code", "part"),
     [
-        (["--gpus", "nothing.txt"], 4, "no such file: nothing.txt"),
-        (["--gpus", "topology.txt"], 4, "topology.txt contains no GPU matrix"),
+        (["--gpus", "nothing.txt"], 4, "file: nothing.txt"),
+        (["--gpus", "topology.txt"], 4, "no GPU matrix"),
         (["--topology", "bin/nvidia-smi"], 4, "no BlockName=..."),
         (["--measured", "topology.txt"], 4, "is not JSON"),
-        (["--measured", "alone.json"], 4, "alone.json contains no measured links"),
-        (["--measured", "odd.json"], 4, "odd.json contains no measured links"),
-        (["--write", "conf/fabric/flat.yaml"], 2, "already provides a fabric flat"),
-        (["--write", "topology.txt"], 2, "is not NAME.yaml"),
-        (["--write", "there.yaml"], 2, "there.yaml already exists"),
+        (["--measured", "alone.json"], 4, "alone.json contains no"),
+        (["--measured", "odd.json"], 4, "odd.json contains no"),
+        (["--write", "conf/fabric/flat.yaml"], 2, "a fabric flat"),
+        (["--write", "topology.txt"], 2, "NAME.yaml"),
+        (["--write", "there.yaml"], 2, "there.yaml already"),
         (["--write", "/proc/mine.yaml"], 2, "cannot be written"),
         (["cluster.devices_per_nod=8"], 2, "cluster.devices_per_node"),
         (["--gpu", "x"], 2, "--gpus"),
@@ -183,4 +183,4 @@ def test_a_missing_command_is_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("PATH", str(tmp_path))
     assert discover.run_nvidia_smi() is None
     topology = discover.topology_here()
-    assert topology == SourceText("", "scontrol show topology", "scontrol is not installed on this node")
+    assert (topology.text, topology.source) == ("", "scontrol show topology") and "not installed" in topology.problem

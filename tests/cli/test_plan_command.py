@@ -77,7 +77,7 @@ def test_what_does_not_fit_exits_3_and_says_what_would(capsys: pytest.CaptureFix
     assert run(["plan", *TOO_SMALL]) == 3
     printed = capsys.readouterr()
     assert "What would fit" in printed.out
-    assert "no layout of llama3_8b fits on 1 A100" in printed.err and "cluster.num_nodes=" in printed.err
+    assert "llama3_8b" in printed.err and "1 A100" in printed.err and "cluster.num_nodes=" in printed.err
 
 
 def test_what_does_not_fit_is_one_object_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +99,7 @@ def test_a_sweep_plans_each_value_and_draws_a_page(capsys: pytest.CaptureFixture
     page = tmp_path / "plan.html"
     sweep = plan_json(capsys, *EIGHT_GPUS, "--sweep", "cluster.num_nodes=1,2", "--html", str(page))
     assert [point["plan"]["cluster"]["world_size"] for point in sweep["points"]] == [8, 16]
-    assert "Scaling over cluster.num_nodes" in page.read_text()
+    assert "over cluster.num_nodes" in page.read_text()
 
 
 @pytest.mark.parametrize("flag", ["--trace", "--verbose"])
@@ -176,7 +176,7 @@ def test_one_page_for_one_plan(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 @pytest.mark.parametrize("sweep", ["cluster.num_nodes", "cluster.num_nodes=", "=1,2"])
 def test_a_sweep_without_key_or_values_is_refused(sweep: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *EIGHT_GPUS, "--sweep", sweep]) == 2
-    assert "such as --sweep cluster.num_nodes=1,2,4,8" in capsys.readouterr().err
+    assert "--sweep cluster.num_nodes=1,2,4,8" in capsys.readouterr().err
 
 
 def test_a_page_that_cannot_be_written_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -187,4 +187,4 @@ def test_a_page_that_cannot_be_written_is_told(capsys: pytest.CaptureFixture[str
 def test_wrong_values_are_told_with_their_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *EIGHT_GPUS, "cluster.site.pue=0.8", "cluster.reliability.detct_s=5"]) == 2
     said = capsys.readouterr().err
-    assert "cluster.site.pue" in said and "did you mean `cluster.reliability.detect_s`" in said
+    assert "cluster.site.pue" in said and "`cluster.reliability.detect_s`" in said

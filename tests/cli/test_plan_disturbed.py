@@ -33,9 +33,9 @@ def test_the_same_for_people_and_on_a_page(capsys: pytest.CaptureFixture[str], t
     page = tmp_path / "plan.html"
     assert run(["plan", *GPUS, "disturb=slow_device", "--verbose", "--html", str(page)]) == 0
     text = capsys.readouterr().out
-    for words in ("scheduler off", "scheduler on", "is recovered", "device 3 takes 2 times", "other shares"):
+    for words in ("scheduler off", "scheduler on", "is recovered", "device 3 computes", "other shares"):
         assert words in text
-    assert "Disturbance slow_device, simulated" in page.read_text() and "is recovered" in page.read_text()
+    assert "slow_device, simulated" in page.read_text() and "is recovered" in page.read_text()
 
 
 @pytest.mark.slow
@@ -60,13 +60,14 @@ def test_what_the_cluster_has_not_is_shown_in_its_line(capsys: pytest.CaptureFix
     file.write_text("slow_nodes:\n  - node: 4\n    factor: 2\n")
     assert run(["plan", *GPUS, f"disturb={file}"]) == 2
     printed = capsys.readouterr().err
-    assert f"{file}:2:5" in printed and "`slow_nodes.0.node` is 4, but the cluster has only 4 nodes" in printed
+    assert f"{file}:2:5" in printed and "`slow_nodes.0.node`" in printed and "only 4 nodes" in printed
 
 
 @pytest.mark.parametrize("command", ["launch", "validate", "show"])
 def test_a_run_is_not_disturbed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, "recipe=quickstart", "disturb=slow_device"]) == 2
-    assert "`disturb` describes disturbances that `trainspec plan` simulates" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "`disturb`" in told and "`trainspec plan`" in told
 
 
 def test_a_sweep_takes_no_disturbance(capsys: pytest.CaptureFixture[str]) -> None:

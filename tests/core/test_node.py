@@ -66,5 +66,5 @@ def test_a_cache_that_strangers_could_fill_is_refused(shared, stranger, monkeypa
 def test_a_place_where_no_cache_can_be_made_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(MachineError, match=r"cannot write .*file/cache"):
+    with pytest.raises(MachineError, match=r"cannot .*file/cache"):
         node.make_cache()

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from lab.problems import refused
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.node import (
@@ -28,7 +30,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A folder with files in folders, some of which its owner lets a group write."""
+    """A folder with files in folders; its owner lets a group write to some of them."""
     root = tmp_path / "run"
     (root / "checkpoints" / "step_1").mkdir(parents=True)
     (root / "checkpoints" / "step_1" / "manifest.json").write_text("{}")
@@ -76,10 +78,10 @@ def test_a_link_out_of_the_run_is_refused(run: Path, tmp_path: Path, target: str
     depth = place.count("/")
     link = target if target.startswith("/") else "../" * depth + target
     (run / place).symlink_to(link)
-    with pytest.raises(MachineError) as caught:
+    with refused(
+        MachineError, "not_trusted", "", f"{run / place} is a link ", f"outside of {run}: /", f"rm {run / place}"
+    ):
         check_tree(run)
-    assert str(caught.value).startswith(f"{run / place} is a link to a target outside of {run}: /")
-    assert f"rm {run / place}" in caught.value.problems[0].hint
 
 
 def test_what_wandb_writes_into_its_own_folder_is_left_to_it(run: Path, tmp_path: Path) -> None:
@@ -94,13 +96,13 @@ def test_what_wandb_writes_into_its_own_folder_is_left_to_it(run: Path, tmp_path
     check_tree(run)
     (run / "checkpoints" / "wandb").mkdir()
     (run / "checkpoints" / "wandb" / "log").symlink_to(core_log)
-    with pytest.raises(MachineError, match="checkpoints/wandb/log is a link to a target outside of"):
+    with refused(MachineError, "not_trusted", "", "checkpoints/wandb/log", " a link "):
         check_tree(run)
 
 
 def test_wandbs_folder_itself_is_checked(run: Path, tmp_path: Path) -> None:
     (run / "wandb").symlink_to(tmp_path)
-    with pytest.raises(MachineError, match="wandb is a link to a target outside of"):
+    with refused(MachineError, "not_trusted", "", "wandb is a link "):
         check_tree(run)
 
 
@@ -108,17 +110,17 @@ def test_a_link_by_way_of_another_is_refused(run: Path) -> None:
     (run / "a").symlink_to("b")
     (run / "b").symlink_to("/etc")
     (run / "c").symlink_to("b/passwd")
-    with pytest.raises(MachineError, match="is a link to a target outside of"):
+    with refused(MachineError, "not_trusted", "", " is a link "):
         check_tree(run)
 
 
 def test_pipes_are_refused_and_so_is_what_all_may_write(run: Path) -> None:
     os.mkfifo(run / "result.json")
-    with pytest.raises(MachineError, match=r"result\.json is neither a file nor a folder"):
+    with refused(MachineError, "not_trusted", "", "result.json", "neither a file "):
         check_tree(run)
     (run / "result.json").unlink()
     (run / "checkpoints" / "step_1").chmod(0o777)
-    with pytest.raises(MachineError, match="step_1 can be written by every user of this machine"):
+    with refused(MachineError, "not_trusted", "", "step_1", "every user"):
         check_tree(run)
 
 
@@ -127,7 +129,7 @@ def test_every_folder_is_looked_through(run: Path, folder: str) -> None:
     for name in ("logs", "events"):
         (run / name).mkdir()
     os.mkfifo(run / folder / "pipe")
-    with pytest.raises(MachineError, match=f"{folder}/pipe is neither a file nor a folder"):
+    with refused(MachineError, "not_trusted", "", f"{folder}/pipe", "neither a file "):
         check_tree(run)
 
 
@@ -139,7 +141,7 @@ def test_folders_within_folders_without_end_are_refused(run: Path) -> None:
         for _ in range(2500):
             os.mkdir("dd")  # noqa: PTH102
             os.chdir("dd")
-        with pytest.raises(MachineError, match=r"some files below .* cannot be read: File name too long"):
+        with pytest.raises(MachineError, match=r"below .*: File name too long"):
             check_tree(run)
     finally:
         os.close(folder)
@@ -151,7 +153,7 @@ def test_another_users_run_is_refused(shared: Path, stranger: Callable[..., None
     stranger("mkdir -m 755 $1 && echo '{}' > $1/run.json", shared / "theirs")
     with pytest.raises(MachineError) as caught:
         check_tree(shared / "theirs")
-    assert "theirs belongs to another user, nobody" in str(caught.value)
+    assert re.search("theirs .* another user, nobody", str(caught.value))
     assert "cp -rP" in caught.value.problems[0].hint
     assert caught.value.problems[0].environment, "the recipe is not at fault"
     subprocess.run(["cp", "-rP", shared / "theirs", shared / "mine"], check=True, umask=0o022)
@@ -161,7 +163,7 @@ def test_another_users_run_is_refused(shared: Path, stranger: Callable[..., None
 def test_another_users_file_in_ones_own_run_is_refused(run: Path, shared: Path, stranger: Callable[..., None]) -> None:
     stranger("touch $1", shared / "pid.json")
     (shared / "pid.json").rename(run / "pid.json")
-    with pytest.raises(MachineError, match=r"run/pid\.json belongs to another user"):
+    with refused(MachineError, "not_trusted", "", "run/pid.json", "another user"):
         check_tree(run)
 
 
@@ -169,7 +171,7 @@ def test_another_users_link_to_ones_own_folder_is_refused(
     run: Path, shared: Path, stranger: Callable[..., None]
 ) -> None:
     stranger("ln -s $2 $1", shared / "last", run)
-    with pytest.raises(MachineError, match="last belongs to another user"):
+    with refused(MachineError, "not_trusted", "", "last", "another user"):
         check_folder(shared / "last", HINT)
 
 
@@ -198,14 +200,14 @@ def test_names_that_lead_elsewhere(name: object) -> None:
 
 def test_a_folder_that_cannot_be_examined_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken").symlink_to("nothing")
-    with pytest.raises(MachineError, match="broken cannot be examined: No such file or directory"):
+    with pytest.raises(MachineError, match=r"broken .* No such file"):
         check_folder(tmp_path / "broken", HINT)
 
 
 def test_an_owner_without_a_name_is_told_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000_000)
     facts = os.stat_result((stat.S_IFDIR | 0o755, 0, 0, 0, 4_000_000_001, 0, 0, 0, 0, 0))
-    assert why_not_trusted(facts) == "belongs to another user, number 4000000001"
+    assert why_not_trusted(facts).endswith("another user, number 4000000001")
     assert why_not_trusted(os.stat_result((stat.S_IFDIR | 0o755, 0, 0, 0, 0, 0, 0, 0, 0, 0))) == "", "root is trusted"
     own = os.stat_result((stat.S_IFDIR | 0o757, 0, 0, 0, 4_000_000_000, 0, 0, 0, 0, 0))
-    assert why_not_trusted(own) == "can be written by every user of this machine"
+    assert "every user" in why_not_trusted(own)

@@ -1,6 +1,6 @@
 """README.md and the pages of docs/: the commands they show are run, and what they name exists.
 
-A block of `console` holds commands (`$ ...`) and the lines that they print; `...` stands for any lines.
+A block of `console` holds commands (`$ ...`) and the lines that they print; `...` matches any lines.
 Comments before a block say how it is read:
 
     <!-- output varies -->          numbers are not compared
@@ -186,7 +186,7 @@ def test_keys_exist(page: Path) -> None:
 
 
 def is_key(kind: Any, path: list[str]) -> bool:
-    """Whether a value of type `kind` (a dataclass, or a union with some) may hold the key `path`."""
+    """Return whether a value of type `kind` (a dataclass, or a union with some) may hold the key `path`."""
     if not path:
         return True
     if path[0] == "from":

@@ -28,5 +28,5 @@ def nothing_of_earlier_meshes():
 
 @pytest.fixture
 def compile_anew():
-    """What earlier tests have compiled counts against the compiler's limits."""
+    """Reset the compiler, because the programs of earlier tests count against its limits."""
     torch._dynamo.reset()

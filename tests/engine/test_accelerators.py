@@ -34,7 +34,7 @@ CHIPS = ("cuda", "xpu", "hpu")
 
 
 class Accelerator:
-    """Stands in for torch.accelerator: notes what it is asked."""
+    """Stands in for torch.accelerator: records the calls."""
 
     def __init__(self) -> None:
         self.noted: list[str] = []

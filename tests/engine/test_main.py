@@ -44,11 +44,11 @@ def fail(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 def test_an_error_that_was_foreseen_keeps_its_code_hint_and_exit_code(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail(monkeypatch, WorkerError("the loss is not finite", code="not_finite", hint="lower optim.lr"))
+    fail(monkeypatch, WorkerError("it is infinite", code="not_finite", hint="lower optim.lr"))
     told = read_error(run_dir.error(0), WorkerErrorRecord)
     assert (told.rank, told.host, told.type) == (0, socket.gethostname(), "WorkerError")
     assert (told.code, told.hint, told.exit_code) == ("not_finite", "lower optim.lr", WorkerError.exit_code)
-    assert told.message == "the loss is not finite"
+    assert told.message == "it is infinite"
     assert "in work" in told.traceback and told.time is not None
 
 

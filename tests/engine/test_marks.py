@@ -38,7 +38,7 @@ def test_a_gpus_moments_are_events_and_seconds_lie_between_them(monkeypatch: pyt
     Event.now_ms = 3500.0
     end = mark(on_gpu=True)
     assert elapsed_s(start, end) == 2.5
-    assert Event.waited == 0, "the host goes on"
+    assert Event.waited == 0, "the host continues"
     wait_for(end)
     assert Event.waited == 1
     wait_for(7.0)

@@ -81,7 +81,7 @@ def test_data_ranks_count_over_both_data_axes_and_no_other() -> None:
 def test_the_ends_of_a_pipeline_are_where_its_first_and_last_stage_stand(
     layout: Layout, first_and_last: dict[int, list[int]]
 ) -> None:
-    """Of zbv both stand on one rank."""
+    """With zbv, both are on one rank."""
     for rank, wanted in first_and_last.items():
         with fake_world(rank, 8):
             assert ranks_of(build_mesh(layout, "cpu").ends) == wanted
@@ -128,7 +128,7 @@ def test_groups_are_split_by_tier(rows: Any, sizes: Any, levels: Any) -> None:
 
 
 def test_groups_are_split_by_where_their_nodes_lie() -> None:
-    """Nodes of one rank, of which the first and the third share a switch."""
+    """Nodes of one rank; the first and the third share a switch."""
     places = (0, 2, 1, 3)
     assert split_by_tier([(0, 1, 2, 3)], places.__getitem__, (1, 2)) == [[[0, 2], [1, 3]], [[0, 1], [2, 3]]]
 

@@ -36,7 +36,7 @@ MEASURED = Path(__file__).parent.parent / "data/measured/throughput.csv"
 
 
 def refuses(read: Callable[[], object]) -> None:
-    """It reads, or raises an error that is meant for people."""
+    """The file is read, or the error is one for people."""
     with ends():
         try:
             read()
@@ -95,7 +95,7 @@ def test_templates_that_fail_or_do_not_end(monkeypatch: pytest.MonkeyPatch, sour
         monkeypatch.setattr(chat_template, "CPU_LIMIT_S", 1.0)
     template = ChatTemplate(source, {})
     for _ in range(2):  # and the process is there again for the next conversation
-        with ends(), pytest.raises(ValueError, match="the chat template failed") as refused:
+        with ends(), pytest.raises(ValueError, match="chat template failed") as refused:
             template.render(TALK)
         assert words in str(refused.value)
 
@@ -239,7 +239,7 @@ def test_certificates(project: Path) -> None:
 
 
 def test_figures_in_the_cache(project: Path) -> None:
-    """Whatever lies there, the machine is measured anew."""
+    """Whatever the file contains, the machine is measured again."""
     for content in (b"", b"[]", b"{}", b"\xff", b"[" * 5000, b'{"processes": 1e999}', b"9" * 5000):
         (project / "probe.json").write_bytes(content)
         assert read_probe(project / "probe.json") is None

@@ -137,7 +137,7 @@ def test_a_large_size_is_refused_or_reckoned_with(project: Path, path: str) -> N
 
 def test_more_layers_than_any_model_has(project: Path) -> None:
     code, said = tell("validate", "recipe=tiny", "model.num_layers=1e18")
-    assert code == 2 and "command line:2" in said and "`model.num_layers` is 1000000000000000000; at most" in said
+    assert code == 2 and "command line:2" in said and "`model.num_layers`" in said and " 1000000000000000000; " in said
 
 
 NAMES = ("", ".", "/", "..", "../x", "/etc/passwd", "x" * 300, "x" * 5000, "~", "~nobody-at-all/x.yaml", "a/../tiny", "tiny.yaml", "\ud800", ".yaml", "${a}", "[", "a\nb")  # fmt: skip # noqa: E501

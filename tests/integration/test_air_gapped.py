@@ -26,7 +26,7 @@ CONVERSATIONS = CHECKOUT / "recipes" / "tiny_chat.jsonl"
 
 
 def done(command: list[str], folder: Path, **environment: str) -> str:
-    """Run to the end, and return what was said. Fails where the exit code is not 0."""
+    """Run a command and return its output. Fails if the exit code is not 0."""
     given = {"PATH": os.environ["PATH"], "HOME": str(folder), "TMPDIR": str(folder), **environment}
     ended = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, f"{command}: {ended.stdout}\n{ended.stderr}"
@@ -158,7 +158,7 @@ COMMANDS = (
 
 @pytest.mark.slow
 def test_no_command_calls_out(listening: Listening, tmp_path: Path) -> None:
-    """This node's own name is looked up in /etc/hosts alone: that it is asked for is no call."""
+    """This node's own name is looked up in /etc/hosts only, so a lookup of it does not count as a call."""
     for words in COMMANDS:
         done(listening.inside([sys.executable, "-m", "trainspec_cli", *words]), tmp_path, PYTHONPATH=str(CHECKOUT))
     doctor = [sys.executable, "-m", "trainspec_cli", "doctor"]

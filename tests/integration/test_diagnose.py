@@ -1,4 +1,4 @@
-"""A rank of a real run that becomes slow is named, while the run goes on and afterwards."""
+"""A rank of a real run that becomes slow is named, during the run and afterwards."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def test_a_rank_that_becomes_slow_is_named_with_its_place(trainspec, tmp_path):
     assert slow[0]["cost_s"] >= 0.2
     told = [event for event in read_log(RunDir(tmp_path / "slowed").verdicts) if isinstance(event, VerdictEvent)]
     assert ("slow_device", 1) in {(event.verdict.cause, event.verdict.rank) for event in told}
-    assert "diagnosis: slow device, rank 1" in launched.stdout
+    assert "slow device, rank 1" in launched.stdout
     shown = trainspec("report", "slowed").stdout
     assert "slow device, rank 1" in shown

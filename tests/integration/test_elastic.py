@@ -57,7 +57,7 @@ def kill_and_heal(start_trainspec, root: Path) -> RunDir:
 
 @pytest.mark.slow
 def test_the_losses_of_a_healed_run_are_those_of_an_unharmed_one(start_trainspec, trainspec, tmp_path):
-    """Of two groups bit for bit: a sum of two is the same in either order."""
+    """With two groups the bits are the same: a sum of two does not depend on their order."""
     run = kill_and_heal(start_trainspec, tmp_path)
     steps = max(losses(run))
     ended = trainspec("launch", *ELASTIC, f"train.max_steps={steps}", "run.dir=unharmed")
@@ -127,8 +127,9 @@ def test_too_few_groups_end_the_run_with_a_checkpoint(trainspec, tmp_path):
         *("launch", *ELASTIC, ENDLESS, "checkpoint.interval_steps=null", "run.dir=run", "fault=kill(group=1,step=5)"),
         *("resilience.min_groups=2", "resilience.max_restarts_per_hour=0"),
     )
-    assert ended.returncode == 5, ended.stdout + ended.stderr
-    assert "1 of 2 replica groups are left, and resilience.min_groups is 2" in ended.stdout + ended.stderr
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 5, said
+    assert "1 of 2 replica groups" in said and "resilience.min_groups is 2" in said
     run = RunDir(tmp_path / "run")
     assert run.checkpoint_steps() == [5]
     assert json.loads(run.result_json.read_text())["status"] == "failed"
@@ -141,7 +142,7 @@ def test_a_group_that_fails_too_often_stays_away_and_the_others_finish(trainspec
         "resilience.max_restarts_per_hour=0",
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "it is not restarted" in ended.stdout
+    assert "not restarted" in ended.stdout
     run = RunDir(tmp_path / "run")
     assert changes(run) == [("left", 0)]
     check_nothing_was_lost(run)
@@ -153,15 +154,16 @@ def test_a_flipped_bit_is_found_and_its_group_named(trainspec):
         *("launch", *ELASTIC, ENDLESS, "fault=bitflip(group=2,step=5)", "resilience.sdc_check=4"),
         *("resilience.replica_groups=4", "cluster.devices_per_node=4"),
     )
-    assert ended.returncode == 5, ended.stdout + ended.stderr
-    assert "the parameters of group 2 differ from the other groups' after step 8" in ended.stdout + ended.stderr
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 5, said
+    assert "parameters of group 2" in said and "after step 8" in said
 
 
 @pytest.mark.slow
 def test_a_lighthouse_that_is_killed_costs_no_step(trainspec, tmp_path):
     ended = trainspec("launch", *ELASTIC, "train.max_steps=30", "run.dir=run", "fault=lighthouse(step=5)")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "the rendezvous server ended; it starts again" in ended.stdout
+    assert "rendezvous server ended" in ended.stdout
     run = RunDir(tmp_path / "run")
     assert [change for change, _ in changes(run) if change != "retried"] == []
     check_nothing_was_lost(run)

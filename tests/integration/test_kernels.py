@@ -1,4 +1,4 @@
-"""`kernels=auto` in whole runs: what was chosen stands in the run folder, and holds for as long as the run goes on."""
+"""`kernels=auto` in whole runs: the choice is written to the run folder, and a resumed run keeps it."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def test_the_choice_stands_in_the_run_folder_and_a_resumed_run_keeps_it(trainspe
     remember(rope="halves", rms_norm="frugal")
     ended = trainspec("launch", *RECIPE, "run.dir=whole")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "kernels: rms_norm frugal (0.50 of the default's time), rope halves (0.50" in ended.stdout
+    assert "rms_norm frugal (0.50" in ended.stdout and "rope halves (0.50" in ended.stdout
     chosen = to_plain(KernelSpec(rope="halves", rms_norm="frugal"))
     assert read_json(tmp_path / "whole" / "plan.json")["kernels"] == chosen
     assert read_json(tmp_path / "whole" / "kernels.json")["figures"]["rope"]["halves"]["verdict"] == "chosen"
@@ -52,7 +52,7 @@ def test_the_choice_stands_in_the_run_folder_and_a_resumed_run_keeps_it(trainspe
     assert read_result("again")["weights_sha256"] == read_result("whole")["weights_sha256"]
 
     shown = trainspec("report", "again")
-    assert "rms_norm frugal (0.50 of the default's time)" in shown.stdout
+    assert "rms_norm frugal (0.50" in shown.stdout
     assert json.loads(trainspec("report", "again", "--json").stdout)["kernels"] == chosen
 
 
@@ -60,7 +60,7 @@ def test_the_choice_stands_in_the_run_folder_and_a_resumed_run_keeps_it(trainspe
 def test_auto_measures_every_operation_of_the_run(trainspec, tmp_path):
     ended = trainspec("launch", *RECIPE, "run.dir=measured")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "measuring kernels on this machine, once" in ended.stdout
+    assert "measuring kernels" in ended.stdout
     figures = read_json(tmp_path / "measured" / "kernels.json")["figures"]
     assert set(figures) == {"attention", "rms_norm", "swiglu", "rope", "linear_cross_entropy", "adamw"}
     verdicts = [figure["verdict"] for backends in figures.values() for figure in backends.values()]

@@ -22,20 +22,20 @@ RECIPE = (
     f"train.max_steps={STEPS}",
     "fault=slow(step=5,seconds=0.1,steps=20)",
 )
-"""Slow where a test looks for it, so that it still goes on if the test is held up for seconds."""
+"""Slow at the step that a test waits for, so that it is still running if the test is delayed by seconds."""
 LAUNCH = (sys.executable, "-m", "trainspec_cli", "launch")
 
 
 @pytest.mark.slow
 def test_kill_9_of_torchrun_starts_the_run_again(wait_for_step, workers_of, start_trainspec, tmp_path, read_result):
-    """No checkpoint was due: the run goes on from what the workers saved when they had lost torchrun."""
+    """No checkpoint was due: the run continues from the one that the workers wrote after they had lost torchrun."""
     process = start_trainspec("launch", *RECIPE, "run.dir=run")
     run = RunDir(tmp_path / "run")
     wait_for_step(run, 5, process)
     workers_of(process)[0].parent().kill()
     said = process.communicate()[0]
     assert process.returncode == 0, said
-    assert "torchrun was ended by SIGKILL, and its workers with it; the run starts again from step " in said
+    assert "ended by SIGKILL" in said and "again from step " in said
     assert (read_result("run")["status"], read_result("run")["steps"]) == ("done", STEPS)
     steps = [event["step"] for event in read_events(run.events(0)) if event["type"] == "step"]
     assert steps == list(range(1, STEPS + 1)), "no step twice, none left out"
@@ -51,7 +51,7 @@ def test_kill_9_of_a_worker_before_the_first_checkpoint_starts_the_run_from_the_
     workers_of(process)[0].kill()
     said = process.communicate()[0]
     assert process.returncode == 0, said
-    assert "the run starts again from the beginning" in said
+    assert "from the beginning" in said
     result = read_result("run")
     assert (result["status"], result["steps"], len(result["recoveries"])) == ("done", STEPS, 1)
     assert result["recoveries"][0]["lost_steps"] == result["recoveries"][0]["step"] >= 5
@@ -74,7 +74,7 @@ def test_kill_9_of_the_supervisor_while_workers_start_leaves_nobody(start_trains
 
 
 def hears(worker: psutil.Process) -> bool:
-    """Torch is imported when a request to stop is heard already."""
+    """Return whether the worker handles requests to stop, which it does before it imports torch."""
     try:
         return any("libtorch" in mapped.path for mapped in worker.memory_maps())
     except psutil.Error:
@@ -174,6 +174,6 @@ def test_an_early_end_that_is_killed_before_it_is_done_ends_at_the_same_step(
     assert run.checkpoint_steps() == [4] and not run.result_json.exists()
     ended = trainspec("resume", "run", "sample.max_new_tokens=0")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "train.early_stop_evals=null continues training" in ended.stdout
+    assert "train.early_stop_evals=null" in ended.stdout
     assert (read_result("run")["status"], read_result("run")["steps"]) == ("done", 4)
     assert [event["step"] for event in read_events(run.events(0)) if event["type"] == "step"] == [1, 2, 3, 4]

@@ -49,12 +49,13 @@ def test_nan_in_a_checkpoint_to_begin_with_is_refused_by_all_ranks_alike(trainsp
         "launch", *TINY, "model=auto", f"init.from=hf:{folder}", "cluster.devices_per_node=2", "layout=fsdp", "--force"
     )
     assert launched.returncode == 4, launched.stdout + launched.stderr
-    words = f"{folder} holds values that are not finite (NaN or infinity): 3 of 1,536 in {name} ({file.name})"
-    assert words in launched.stderr
+    found = f": 3 of 1,536 in {name} ({file.name})"
+    assert found in launched.stderr
     assert "download it again" in launched.stderr
     assert "Traceback" not in launched.stdout + launched.stderr
     run = RunDir(tmp_path / "run")
-    assert {read_json(run.error(rank))["message"] for rank in (0, 1)} == {words}
+    first, second = (read_json(run.error(rank)) for rank in (0, 1))
+    assert first["message"] == second["message"] and first["message"].endswith(found)
     assert (read_json(run.result_json)["status"], read_json(run.result_json)["exit_code"]) == ("failed", 4)
     assert check_all_json(tmp_path / "run") > 5
 
@@ -64,9 +65,8 @@ def test_a_run_that_has_diverged_is_not_done(trainspec, tmp_path):
     launched = trainspec("launch", *DIVERGING, "train.max_steps=4", "--json")
     assert launched.returncode == 5, launched.stdout + launched.stderr
     (problem,) = strict(launched.stdout)["errors"]
-    words = "the loss or the gradients were not finite in the last 3 of 4 steps, at least half; there is no checkpoint"
-    assert words in problem["message"]
-    assert problem["hint"].startswith("start again: try a lower optim.lr")
+    assert problem["code"] == "not_finite" and " 3 of 4 steps, " in problem["message"]
+    assert "optim.lr" in problem["hint"]
     run = RunDir(tmp_path / "run")
     assert check_all_json(run.root) > 5
     result = strict(run.result_json.read_text())
@@ -85,5 +85,6 @@ def test_a_run_that_has_diverged_is_not_done(trainspec, tmp_path):
 def test_as_many_skipped_steps_as_the_recipe_allows_end_the_run(trainspec, tmp_path):
     launched = trainspec("launch", *DIVERGING, "train.max_steps=20", "train.max_skipped_steps=2")
     assert launched.returncode == 5
-    assert "not finite for 2 steps in a row, up to step 3; there is no checkpoint from before" in launched.stderr
+    for fact in ("for 2 steps", "up to step 3", "no checkpoint"):
+        assert fact in launched.stderr
     assert read_json(tmp_path / "run/result.json")["steps"] == 3

@@ -41,7 +41,7 @@ def losses(run: RunDir) -> list[float]:
 
 @pytest.fixture(scope="session")
 def undisturbed_losses(whole_of: Any) -> list[float]:
-    """Of the same samples, whatever the layout."""
+    """The losses of an undisturbed run with the same samples, which are the same in every layout."""
     return losses(whole_of(*RECIPE, *LAYOUTS["zero3"]))
 
 
@@ -63,10 +63,10 @@ def test_one_of_two_ranks_runs_out_of_memory_and_no_step_is_lost(
     assert (directive["type"], directive["step"], directive["lost_steps"]) == ("memory", FAILS_AT, 0)
     assert (directive["failed"]["micro_batch_size"], directive["taken"]["micro_batch_size"]) == (4, 2)
     assert directive["restarts"]
-    assert f"the run continues from step {FAILS_AT} with micro-batches of 2 samples" in said
+    assert f"from step {FAILS_AT}" in said and "micro-batches of 2 " in said
     report = json.loads(trainspec("report", "run", "--json").stdout)
     assert report["memory"][0]["taken"] == directive["taken"]
-    assert f"step {FAILS_AT}: micro-batches of 2 samples from here on" in trainspec("report", "run").stdout
+    assert f"step {FAILS_AT}: micro-batches of 2 " in trainspec("report", "run").stdout
 
 
 @pytest.mark.slow
@@ -76,8 +76,9 @@ def test_a_run_that_nothing_helps_ends_and_says_what_was_tried(trainspec, tmp_pa
     ended = trainspec("launch", *recipe, "run.dir=run")
     said = ended.stdout + ended.stderr
     assert ended.returncode == 5, said
-    assert "micro-batches of 1 sample, recompute=full, offload=none" in said
-    assert "tried before: micro-batches of 2 samples, recompute=none, offload=none; micro-batches of 1 sample" in said
+    last, _, before = said.rpartition("tried before: ")
+    assert "micro-batches of 1 " in last and "recompute=full" in last
+    assert before.startswith("micro-batches of 2 ") and "micro-batches of 1 " in before
     assert "Traceback" not in said
     run = RunDir(tmp_path / "run")
     taken = [event["taken"] for event in read_events(run.directives)]
@@ -93,8 +94,9 @@ def test_a_run_that_nothing_helps_ends_and_says_what_was_tried(trainspec, tmp_pa
 def test_a_run_whose_scheduler_is_off_ends_at_once(trainspec, tmp_path: Path) -> None:
     fault = f"fault=oom(step={FAILS_AT},rank=1,above=2)"
     ended = trainspec("launch", *RECIPE, *LAYOUTS["zero3"], fault, "scheduler=off", "run.dir=run")
-    assert ended.returncode == 5, ended.stdout + ended.stderr
-    assert "set batching.micro_batch_size=2, or scheduler=advise" in ended.stdout + ended.stderr
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 5, said
+    assert "batching.micro_batch_size=2" in said and "scheduler=advise" in said
     assert not RunDir(tmp_path / "run").directives.exists()
 
 
@@ -133,11 +135,11 @@ LARGE = (
 def test_a_worker_that_the_kernel_kills_goes_on_with_less_memory(
     trainspec_in, tmp_path: Path, memory_limit: Callable[[int], Path]
 ) -> None:
-    """All samples at once take some 2 GiB of activations; the launcher, torchrun and an idle worker some 1 GiB."""
+    """The activations of all samples take about 2 GiB; the launcher, torchrun and an idle worker about 1 GiB."""
     ended = trainspec_in(memory_limit(LIMIT_BYTES), "launch", *LARGE)
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said
-    assert "was killed by the kernel, because the host's memory had run out" in said
+    assert "killed by the kernel" in said
     run = RunDir(tmp_path / "run")
     given = list(read_events(run.directives))
     assert given and all(one["was_killed"] and one["restarts"] for one in given)

@@ -1,4 +1,4 @@
-"""A whole run of one's own source, optimizer, callback and tracker: killed, resumed, and with an error."""
+"""A whole run with a user-defined source, optimizer, callback and tracker: killed, resumed, and with an error."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_run_of_ones_own_code_is_the_same_after_a_kill_and_keeps_its_code(
     for run, *more in (("whole",), ("killed", "fault=kill(rank=1,step=7)")):
         ended = trainspec("launch", *RECIPE, f"run.dir={run}", *more)
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert f"optim.name runs Momentum of {code}" in ended.stdout + ended.stderr
+        assert f"Momentum of {code}" in ended.stdout + ended.stderr
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert result(whole)["weights_sha256"] == result(killed)["weights_sha256"]
     assert (whole / "seen0.txt").read_text() == (whole / "seen1.txt").read_text()
@@ -93,9 +93,9 @@ def test_a_run_of_ones_own_code_is_the_same_after_a_kill_and_keeps_its_code(
     ended = trainspec("resume", "whole", "train.max_steps=+4")
     said = ended.stdout + ended.stderr
     assert ended.returncode == 5, said
-    assert f"{code} has changed since the last start" in said
+    assert f"{code} has changed" in said
     line = 1 + CODE.splitlines().index(" " * 16 + "FAULT")
-    assert f"Momentum raised ValueError: enough in an update ({code}:{line}, in step: if state" in said
+    assert "ValueError: enough" in said and f"({code}:{line}, in step: if" in said
     assert "Traceback" not in said
 
 
@@ -125,7 +125,7 @@ def test_a_model_a_loss_and_a_tokenizer_of_ones_own_are_trained_in_every_layout_
     ended = trainspec("launch", *MODEL, "model.block_params=100", "run.dir=wrong")
     said = ended.stdout + ended.stderr
     assert (ended.returncode, result(tmp_path / "wrong")["exit_code"]) == (2, 2), said
-    assert f"set model.block_params={own_model.BLOCK_PARAMS}; every layer must have the same number" in said
+    assert f"model.block_params={own_model.BLOCK_PARAMS}" in said
     assert "Traceback" not in said
 
     right = (*MODEL, f"model.block_params={own_model.BLOCK_PARAMS}")
@@ -173,7 +173,7 @@ def test_a_group_that_dies_heals_with_the_state_of_ones_own_optimizer(
     check_nothing_was_lost(run, may_lack_notes=True)
     steps = max(losses(run))
     seen = [int(word) for word in (run.root / "seen0.txt").read_text().replace("stopped", " ").split()]
-    assert sorted(set(seen)) == list(range(1, steps + 1)), "each step is told of"
+    assert sorted(set(seen)) == list(range(1, steps + 1)), "each step is reported"
     ended = trainspec("launch", *GROUPS, f"train.max_steps={steps}", "run.dir=unharmed")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     if group == 1:  # a sum of two is the same in either order; the steps made alone are those of the other group

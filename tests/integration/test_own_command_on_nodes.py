@@ -74,7 +74,7 @@ def test_a_killed_process_of_one_node_restarts_all_within_one_budget(start_nodes
     os.kill(pids_of(run)[1], signal.SIGKILL)
     codes, said = ended(nodes)
     assert codes == [0, 0], said
-    assert "was killed by SIGKILL; the command starts again, and this is the last restart" in said
+    assert "killed by SIGKILL" in said and "the last restart" in said
     result = read_result("run")
     assert (result["status"], result["steps"], len(result["recoveries"])) == ("done", 60, 1)
     assert len(list((tmp_path / "run" / "generations").glob("*.json"))) == 2
@@ -85,7 +85,7 @@ def test_a_killed_process_of_one_node_restarts_all_within_one_budget(start_nodes
 def test_a_failure_before_the_first_step_ends_all_nodes(start_nodes, tmp_path, read_result):
     codes, said = ended(start_nodes(*PLAIN, str(SCRIPTS / "fails_on_one.py")))
     assert codes == [5, 5], said
-    assert "ValueError: broken on rank 1" in said
+    assert "broken on rank 1" in said
     assert (read_result("run")["status"], read_result("run")["exit_code"]) == ("failed", 1)
     assert len(list((tmp_path / "run" / "generations").glob("*.json"))) == 1
 
@@ -115,7 +115,7 @@ def test_a_stopped_rank_of_the_other_node_is_named(start_nodes, tmp_path, wait_f
     os.kill(pids_of(run)[1], signal.SIGSTOP)
     codes, said = ended(nodes)
     assert codes == [5, 5], said
-    assert "rank 1: it does not respond" in said
+    assert "rank 1: it" in said and "not respond" in said
     hung = {rank: [event for event in read_log(run.events(rank)) if isinstance(event, HangEvent)] for rank in (0, 1)}
     assert [hung[rank][0].waiting for rank in (0, 1)] == [True, False]
     assert "ddp.py" in hung[1][0].stack
@@ -158,7 +158,7 @@ def test_what_is_not_counted_is_started_again_on_all_nodes_once_one_has_worked(s
 def test_a_number_that_is_given_twice_is_refused_and_the_run_goes_on(start_nodes):
     codes, said = ended(start_nodes(*PLAIN, str(SCRIPTS / "ddp.py"), "80", "0.1", numbers=(0, 1, 1)))
     assert sorted(codes) == [0, 0, 2], said
-    assert "--node-rank 1 is used twice" in said
+    assert "--node-rank 1 " in said and "twice" in said
 
 
 @pytest.mark.slow
@@ -167,6 +167,6 @@ def test_another_command_than_the_first_nodes_is_refused(start_trainspec, tmp_pa
     first = start_trainspec(*nodes, "0", "--", sys.executable, str(SCRIPTS / "ddp.py"), "5")
     other = start_trainspec(*nodes, "1", "--", sys.executable, str(SCRIPTS / "ddp.py"), "6")
     codes, said = ended([other])
-    assert codes == [2] and "the first node runs" in said and "ddp.py 5" in said, said
+    assert codes == [2] and "first node runs" in said and "ddp.py 5" in said, said
     first.send_signal(signal.SIGINT)
     assert ended([first])[0] == [130], "it has begun nothing"

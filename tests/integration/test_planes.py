@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow
 PLANES, CUT = 4, 2
 SUMS = 6
 NOTHING = 1e-4
-"""Of the bytes: what a port sends to find its neighbours."""
+"""The share of the bytes that a port sends to find its neighbours."""
 AT_MOST = 40
 """Sums until a plane that has healed carries its part: it is tried again each second, and a sum takes 0.2 s or more."""
 
@@ -24,7 +24,7 @@ def shares_of(job: Job, planes: Planes, sums: int) -> list[float]:
 
 
 def test_a_job_goes_on_while_a_plane_is_cut_and_takes_it_up_again() -> None:
-    """The worker ends the job where a sum is wrong. Nobody is told that the plane is cut: its links stay up."""
+    """The worker ends the job where a sum is wrong. The cut of the plane shows nowhere: its links stay up."""
     if why := lacking():
         pytest.skip(why)
     with open_job(2, PLANES, 40.0, 2**22) as (planes, job):

@@ -1,4 +1,4 @@
-"""A run goes on in another layout as if nothing had changed: the losses are those of a run that was left alone."""
+"""A run continues in another layout with the losses of an uninterrupted run."""
 
 import pytest
 
@@ -17,7 +17,7 @@ CHANGES = {
 
 
 def losses(folder) -> list[float]:
-    """By step, of all starts; steps follow one another without a gap."""
+    """The losses of all starts by step; no step is missing."""
     events = [event for event in read_events(RunDir(folder).events(0)) if event["type"] == "step"]
     assert [event["step"] for event in events] == list(range(1, len(events) + 1))
     return [event["loss"] for event in events]

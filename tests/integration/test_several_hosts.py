@@ -91,7 +91,7 @@ def test_a_host_that_dies_ends_the_run_within_its_deadline_and_is_named(start_ho
         process.kill()
     assert hosts[0].returncode == 5, said
     assert "node 1 (" in said
-    assert "has sent nothing for 5 s" in said
+    assert "nothing for 5 s" in said
     assert json.loads(run.result_json.read_text())["status"] == "failed"
 
 
@@ -100,7 +100,7 @@ def test_a_host_that_never_comes_ends_the_run_with_what_to_type(start_hosts, tmp
     (host,) = start_hosts("launch", *SMALL, "run.join_timeout_s=10", "run.preflight=false", nodes=(0,))
     said = " ".join(host.communicate()[0].split())
     assert host.returncode == 4, said
-    assert "with --node-rank 1" in said and "--nnodes 2 --node-rank I --rdzv-endpoint 127.0.0.1:" in said
+    assert "with --node-rank 1" in said and "--rdzv-endpoint 127.0.0.1:" in said
     assert json.loads(RunDir(tmp_path / "run").result_json.read_text())["exit_code"] == 4
 
 
@@ -167,7 +167,7 @@ def test_a_run_ends_well_without_a_host_that_died(start_hosts, kill_everything, 
     said = first.communicate()[0]
     assert first.returncode == 0, said
     assert "node 1 (" in said
-    assert "it starts again when its nodes are back" in said
+    assert "nodes are back" in said
     assert changes(run) == [("left", 1)]
     assert steps_of(run) == list(range(1, 61))
     check_nothing_was_lost(run, may_lack_notes=True)
@@ -195,15 +195,15 @@ def test_groups_of_two_hosts_that_share_a_model(start_hosts, tmp_path):
 def test_one_host_of_several_is_not_started_by_itself(trainspec):
     refused = trainspec("launch", *SMALL, "cluster.num_nodes=2")
     assert refused.returncode == 2
-    assert "`cluster.num_nodes` is 2, and this command starts one node" in refused.stderr
+    assert "`cluster.num_nodes`" in refused.stderr
     assert "trainspec sbatch" in refused.stderr
-    assert "--nnodes 2 --node-rank I --rdzv-endpoint HOST:PORT" in refused.stderr
+    assert "--nnodes 2 " in refused.stderr and " HOST:PORT" in refused.stderr
 
 
 def test_hosts_need_a_folder_that_they_share(trainspec):
     refused = trainspec("launch", *SMALL, "--nnodes", "2", "--rdzv-endpoint", "localhost:29500")
     assert refused.returncode == 2
-    assert "`run.dir` is auto, so each node would create a separate folder" in refused.stderr
+    assert "`run.dir` is auto" in refused.stderr
 
 
 @pytest.mark.slow
@@ -330,7 +330,7 @@ def test_a_slow_host_is_left_out_and_the_run_goes_on_without_it(start_hosts, tra
     hosts[0].send_signal(signal.SIGINT)
     said = [host.communicate()[0] for host in hosts]
     assert [host.returncode for host in hosts] == [6, 6, 6], said
-    assert "the run restarts without it" in said[0]
+    assert "restarts without it" in said[0]
     given, achieved = told
     assert (given["node"], given["num_nodes"], given["applied"]) == (2, 2, True)
     assert max(given["expected_s"], achieved["achieved_s"]) < given["before_s"]

@@ -1,4 +1,4 @@
-"""A run of an earlier version goes on, before and after its files were migrated."""
+"""A run of an earlier version can be resumed, before and after its files are migrated."""
 
 from __future__ import annotations
 

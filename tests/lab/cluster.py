@@ -27,7 +27,7 @@ START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 20.0
 """A step's daemon waits for its processes before it ends."""
 GRACE_S = 60
-"""A job that is preempted has so long to save."""
+"""Seconds that a preempted job has to save."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -109,7 +109,7 @@ class Cluster:
     # What happens to hardware
 
     def power_off(self, node: int) -> None:
-        """Everything on the node is gone at once: its daemon, the steps, and all that they started."""
+        """Kill everything on the node together: its daemon, the steps, and all that they started."""
         daemon = self._daemons.pop(f"node{node}")
         steps = self._steps_of(node)
         victims = [child for process in steps for child in _below(process)]

@@ -1,4 +1,4 @@
-"""A backend of process groups that behaves as a device's: started work goes on by itself, and a lost peer is no error.
+"""A backend of process groups that behaves as a device's: work runs in the background, and a lost peer is no error.
 
 It carries its tensors over gloo, in threads of its own. What a collective gives is in the tensor once it has completed,
 and not when `wait` returns. Where a peer is lost it spins for as long as nobody aborts the group, as NCCL's kernels do.
@@ -51,7 +51,7 @@ class DeviceWork:
         return self._done.is_set() or self._group.aborted.is_set()
 
     def wait(self) -> bool:
-        """Return at once: the stream would wait, and the host does not."""
+        """Return immediately: on a device, the stream waits and the host does not."""
         return True
 
 

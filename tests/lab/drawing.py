@@ -28,7 +28,7 @@ def slow_after(count: int, cases: Iterable[Any]) -> list[Any]:
 
 
 def commit() -> str:
-    """Of a tree without git, such as an unpacked archive, it is "none"."""
+    """ "none" for a tree without git, such as an unpacked archive."""
     asked = ["git", "rev-parse", "HEAD"]
     return subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or "none"
 

@@ -64,7 +64,7 @@ def begin_folder(run_dir: RunDir) -> RunDir:
 
 
 def trainer_of(run: TrainingRun, source: DataSource, coordinator: Coordinator | None = None) -> Trainer:
-    """Return what trains the run, or goes on with it: each start opens its journal anew."""
+    """Return a trainer that starts or resumes the run. Each start opens the journal again."""
     run.journal = Journal(run.run_dir, 0, run.plan.spec)
     return Trainer(run, source, coordinator or Coordinator(run, source))
 
@@ -75,7 +75,7 @@ def events_of(run: TrainingRun, kind: str) -> list[dict[str, Any]]:
 
 
 class DrawnTokens:
-    """Sequences of tokens that are drawn by their position; none are held out unless `losses` are given."""
+    """Sequences of tokens that are drawn by their position; without `losses`, no sequence is held out."""
 
     def __init__(self, seq_len: int, vocabulary: int = 50, losses: tuple[float, ...] = ()):
         self.staging = Staging(CPU)

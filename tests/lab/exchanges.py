@@ -1,6 +1,7 @@
 """Real exchanges on the devices of an emulated fabric, timed: gloo's and the engine's, as a run makes them.
 
-Every device is a process in its own network namespace. All groups of an exchange go at once, as they do in a run.
+Every device is a process in its own network namespace. All groups of an exchange communicate at the same time, as in a
+run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Trial:
     operation: Operation
     algorithm: Algorithm
     message_bytes: int
-    """Of the whole message; of a send, of each."""
+    """Bytes of the whole message; for sends, of each of them."""
     levels: tuple[Groups, ...]
     """The groups of devices of each tier, innermost first; one level where the exchange is flat."""
     sends: int = 0

@@ -39,7 +39,7 @@ class Tier:
     mbit_per_s: float
     """A device's share, each way."""
     delay_ms: float = 0.0
-    """Of a message that crosses the tier, one way."""
+    """Milliseconds that a message takes to cross the tier, one way."""
 
 
 class EmulatedFabric:

@@ -84,7 +84,7 @@ class Hosts:
         return ["nsenter", f"--net=/run/netns/{SWITCH}"]
 
     def cut(self, number: int) -> None:
-        """Pull the cable: nothing goes in or out, and nobody is told."""
+        """Pull the cable: nothing goes in or out, and no program is notified."""
         run("ip", "-n", SWITCH, "link", "set", f"p{number}", "down")
 
     def heal(self, number: int) -> None:
@@ -107,7 +107,7 @@ class Hosts:
             run("tc", "-n", namespace, "qdisc", "replace", "dev", link, "root", *limit)
 
     def lose(self, number: int, percent: float) -> None:
-        """A part of what comes in is dropped at random, packet by packet: none is a bundle of many."""
+        """A part of what comes in is dropped at random, packet by packet, because packets are never merged."""
         for link in self.numbers:
             run("ip", "-n", _name(link), "link", "set", "eth0", "gso_max_segs", 1)
         table = "table inet trainspec { chain in { type filter hook input priority 0; policy accept; }; }"
@@ -117,7 +117,7 @@ class Hosts:
         run(*inside, "add", "rule", "inet", "trainspec", "in", "iifname", "eth0", *share)
 
     def delay(self, number: int, milliseconds: float) -> None:
-        """Each frame arrives so much later, both ways: the cable is plugged into a relay before the switch.
+        """Delay each frame by this time, in both directions: the cable is plugged into a relay before the switch.
 
         Once for each host; the relay ends with `remove`.
         """
@@ -134,12 +134,12 @@ class Hosts:
         run("ip", "-n", SWITCH, "link", "set", f"p{number}", "master", f"d{number}")
 
     def passed_bytes(self, number: int) -> int:
-        """Of the two directions of a host's cable, what the busier one has carried."""
+        """Return the bytes that the busier direction of a host's cable has carried."""
         (shown,) = json.loads(run("ip", "-n", SWITCH, "-s", "-j", "link", "show", f"p{number}"))
         return int(max(shown["stats64"][way]["bytes"] for way in ("rx", "tx")))
 
     def lost_packets(self, number: int) -> int:
-        """Of those that came in since `lose` was called first."""
+        """Return the number of packets lost since the first `lose`."""
         shown = run("ip", "netns", "exec", _name(number), "nft", "list", "ruleset")
         return sum(map(int, re.findall(r"counter packets (\d+)", shown)))
 
@@ -154,7 +154,7 @@ class Hosts:
 
     @staticmethod
     def _ends(number: int) -> tuple[tuple[str, str], ...]:
-        """Of a cable: (namespace, link)"""
+        """The ends of a cable: (namespace, link)"""
         return (_name(number), "eth0"), (SWITCH, f"p{number}")
 
     def _plug_in(self, number: int) -> None:

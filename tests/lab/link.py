@@ -17,7 +17,7 @@ class Link:
     def __init__(self, to_port: int, bytes_per_s: float | None = None, delay_s: float = 0.0):
         self.port, self.carried_bytes = free_port(), 0
         self.cut_at_bytes: int | None = None
-        """Once so many have gone to the port, the connection ends that carries them."""
+        """Once this many bytes have gone to the port, the connection that carries them ends."""
         self.cuts_all = False
         """Then all others end too."""
         self.cuts = 0

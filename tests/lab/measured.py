@@ -34,7 +34,7 @@ MOST_PROCESSES = 4
 
 
 def probed() -> tuple[Plan, Machine]:
-    """What most runs of the tests are planned as, in as far as a probe depends on it."""
+    """The plan of most runs in the tests, as far as a probe depends on it."""
     loaded = load(("recipe=tiny",))
     machine = this_machine(loaded.spec)
     return plan_on(loaded, machine), machine
@@ -54,8 +54,8 @@ def read_probe(cache: Path) -> MachineProbe:
 
 
 def _serve_all(probe: MachineProbe, plan: Plan, machine: Machine) -> None:
-    """Let the probe stand for runs of other sizes and number formats too, and let it hold for a day though tests beside
-    it have disturbed it: what runs do once they are predicted is what tests look at."""
+    """Let the probe serve runs of other sizes and number formats too, and be valid for a day even if other tests have
+    disturbed it: tests check what runs do with a prediction, not the prediction."""
     own = probe_path(plan, machine)
     others = (
         probe_path(replace(plan, devices_per_node=processes, compute=compute), machine)

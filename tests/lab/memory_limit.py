@@ -1,6 +1,6 @@
 """Memory that a process has to share with its own swap: a control group with a limit (version 1 or 2), and a swap file.
 
-What a process held before it came into the group stays where it is; what it takes from then on counts.
+Memory that a process had before it joined the group does not count; later allocations do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MemoryLimit:
         (self._folder / "cgroup.procs").write_text(str(process.pid))
 
     def remove(self) -> None:
-        """Called when what it held has ended, or goes on without a limit."""
+        """Remove the group. Its processes have ended, or may continue without a limit."""
         for pid in (self._folder / "cgroup.procs").read_text().split():
             (_root() / "cgroup.procs").write_text(pid)
         self._folder.rmdir()

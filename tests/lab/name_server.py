@@ -1,4 +1,4 @@
-"""A name server that records what it is asked for, and knows nothing: `python name_server.py FILE`."""
+"""A name server that records every query and knows no name: `python name_server.py FILE`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ADDRESS = "127.0.0.1"
 
 
 def serve_names(file: Path) -> None:
-    """Record each name that is asked for, and answer that there is none such (RFC 1035, 4.1)."""
+    """Record each queried name, and answer that it does not exist (RFC 1035, 4.1)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind((ADDRESS, 53))
         print("ready", flush=True)

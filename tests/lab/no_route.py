@@ -60,7 +60,7 @@ def without_route(command: list[str]) -> list[str]:
 
 class Listening:
     """A network namespace with a default route that leads nowhere: what takes it is refused and recorded, whichever
-    process it is of. Names are asked of a server that records them and knows none."""
+    process it is of. Names are resolved by a server that records them and knows none."""
 
     def __init__(self, folder: Path):
         self._name = f"tspec{os.getpid()}-calls"
@@ -74,7 +74,7 @@ class Listening:
         return ["nsenter", f"--net=/run/netns/{self._name}", *own, *command]
 
     def calls(self) -> list[str]:
-        """Return the addresses that were called, with ports, and the names that were asked for."""
+        """Return the addresses that were called, with ports, and the names that were looked up."""
         listed = json.loads(run("ip", "netns", "exec", self._name, "nft", "-j", "list", "ruleset"))["nftables"]
         called = [element for entry in listed for element in entry.get("set", {}).get("elem", [])]
         addresses = [":".join(map(str, element["concat"])) for element in called]

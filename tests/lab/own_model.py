@@ -1,4 +1,4 @@
-"""Blocks and losses of one's own, as users write them."""
+"""User-defined blocks and losses."""
 
 from __future__ import annotations
 

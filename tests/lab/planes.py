@@ -84,7 +84,7 @@ class Planes:
             run("ip", "-n", name, "mptcp", "endpoint", "add", address_of(host, plane), *listens)
 
     def cut(self, plane: int) -> None:
-        """The plane's switch forwards nothing, and no host is told: its links stay up."""
+        """The plane's switch forwards nothing, and no host notices: its links stay up."""
         run("ip", "-n", SWITCHES, "link", "set", f"plane{plane}", "down")
 
     def heal(self, plane: int) -> None:

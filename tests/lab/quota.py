@@ -11,7 +11,7 @@ import psutil
 
 VERSION_1, VERSION_2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 PERIOD_US, LEAST_QUOTA_US = 20_000, 1_000
-"""Of the usual period; the kernel takes no smaller quota, so a small share has a longer period."""
+"""Quotas are for the usual period; the kernel accepts none below this one, so a small share has a longer period."""
 REMOVE_TIMEOUT_S = 10.0
 
 

@@ -32,7 +32,7 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = PATIENCE_S,
 ) -> list[Ended]:
-    """Run `script` with each rank's arguments, beside one another, on one thread each. RANK and WORLD_SIZE are set."""
+    """Run `script` with each rank's arguments in parallel, on one thread each. RANK and WORLD_SIZE are set."""
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank, own in enumerate(ranks):

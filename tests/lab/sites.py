@@ -163,7 +163,7 @@ class SitesLab:
         self.addresses: dict[int, str] = {}
         """Where each site is reached directly."""
         self.endpoints: dict[int, int] = {}
-        """The port by which a site reaches the meeting point, where it is another one."""
+        """The port that a site uses to reach the meeting point, if it is another one."""
         self.started: list[Site] = []
         self.logs: list[TextIO] = []
 

@@ -28,7 +28,7 @@ def act(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """As /tmp and /dev/shm are: everybody makes files in it, and removes none but their own."""
+    """A folder like /tmp and /dev/shm: everybody creates files in it, and removes only their own."""
     with tempfile.TemporaryDirectory(prefix="trainspec-shared-") as folder:
         Path(folder).chmod(0o1777)
         yield Path(folder)

@@ -71,7 +71,7 @@ class Telemetry:
         return tuple(rank // self.ranks_of_node for rank in range(self.ranks))
 
     def slow(self, rank: int, factor: float, first: int = 60, last: int | None = None, **counters: float) -> Telemetry:
-        """Let a rank compute so many times as long, of which its counters see these seconds a step."""
+        """Let a rank compute this many times as long; its counters show these seconds per step."""
         for name in ("forward", "backward"):
             self.parts_s[name][first:last, rank] *= factor
         for name, seconds in counters.items():

@@ -29,7 +29,7 @@ def open_forks() -> Iterator[ProcessPoolExecutor]:
 
 
 def fork_context() -> ForkServerContext:
-    """Return what forks processes in which the engine is imported already."""
+    """Return a context whose forked processes have the engine imported already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([TRACER])
     return context

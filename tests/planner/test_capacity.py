@@ -146,7 +146,7 @@ def test_nodes_over_which_nothing_divides_stand_by(spares: int | None, standing_
     changed, plan = plan_on_what_divides(spec)
     assert (changed.cluster.num_nodes, changed.cluster.reliability.spare_nodes) == (2, standing_by)
     assert (plan.world_size, plan.best is not None) == (8, True)
-    assert plan.assumptions[0] == ("no layout divides a batch of 32 evenly over all 3 nodes: 2 are used, 1 are spares")
+    assert all(part in plan.assumptions[0] for part in ("batch of 32 ", " 3 nodes", "2 are used", "1 are spares"))
     assert plan.assumptions[1:] == plan_capacity(changed).assumptions
 
 

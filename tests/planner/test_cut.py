@@ -227,13 +227,13 @@ def test_a_difference_that_is_not_worth_it_leaves_the_even_cut() -> None:
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 layers do not fill 4 pipeline stages"):
+    with pytest.raises(ValueError, match=r"3 layers .* 4 pipeline stages"):
         cut_by_times(LayerTimes([1.0] * 3), Layout(pp=4))
 
 
 @pytest.mark.parametrize("speeds", [(1.0,), (1.0, 0.0), (1.0, -1.0), (1.0, 1.0, 1.0)])
 def test_speeds_are_one_for_each_rank(speeds: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="2 pipeline ranks need the same number of speeds above 0"):
+    with pytest.raises(ValueError, match="2 pipeline ranks"):
         cut_by_times(LayerTimes([1.0] * 3), Layout(pp=2), speeds)
 
 

@@ -79,7 +79,7 @@ def test_the_fastest_layout_by_the_probe_is_named_as_a_recipe_has_it() -> None:
     gathers = as_told(replace(RAW, all_gather=linear(1.0), reduce_scatter=linear(1.0)))
     found = other_layout(look_ahead(sharded, MACHINE, gathers))
     assert found is not None
-    assert "layout.dp_replicate=2 layout.dp_shard=1" in found
+    assert {"layout.dp_replicate=2", "layout.dp_shard=1"} <= set(found.replace(",", " ").split())
     assert other_layout(look_ahead(made(), MACHINE, gathers)) is None, "it is in force"
 
 
@@ -134,9 +134,9 @@ def test_replica_groups_keep_their_layout() -> None:
 @pytest.mark.parametrize(
     ("planned", "why"),
     [
-        (made(), "no probe of this run's machine"),
-        (made(layout=LayoutSpec(tp=2)), "cannot predict this kind of run"),
-        (replace(made(), device="cuda"), "the catalogue has no accelerator like the device of this run"),
+        (made(), "no probe"),
+        (made(layout=LayoutSpec(tp=2)), "this kind of run"),
+        (replace(made(), device="cuda"), "no accelerator like"),
     ],
 )
 def test_what_the_planner_does_not_know_is_said(planned: Plan, why: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from trainspec_cli.planner.hardware.rates import models
 from trainspec_cli.planner.workload import (
+    Core,
     Gemm,
     Work,
     adapted_matrices,
@@ -202,7 +203,7 @@ LLAMA_ATTENTION = {
     "eager_bytes": 10 * (24 * 4 + 16 * 12),
     "counted_gemms": [one(10, 8, 8), one(10, 4, 8), one(10, 4, 8), one(10, 8, 8)],
     # In a ring of two turns
-    "counted_core": (4 * 10 * (16 / 2) * 10, 4, 2),
+    "counted_core": Core(4 * 10 * (16 / 2) * 10, 4, 2),
     "tensor_bytes": 2 * 10 * 4,
     "kernels": 16,
     "tp_bytes": 2 * 10 * 8,

@@ -1,4 +1,4 @@
-"""What is said of a key is what stands in the sections of a recipe."""
+"""The explanation of a key is its field's docstring in the sections of a recipe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from trainspec_cli.recipe.field_types import NonNegativeFloat, PositiveInt
 from trainspec_cli.recipe.json_schema import KeyMeaning, explain
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.records import known_paths
+from trainspec_cli.recipe.records import describe, known_paths
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def test_choices_keywords_and_sections() -> None:
     (kind,) = explain(Whole, "part.kind")
     assert (kind.choices, kind.doc) == (("near", "far"), "")
     (begin,) = explain(Whole, "part.from")
-    assert (begin.key, begin.value, begin.default) == ("part.from", "a whole number or null", "null")
+    assert (begin.key, begin.value, begin.default) == ("part.from", describe(int | None), "null")
     (flag,) = explain(Whole, "flag")
     assert flag.choices == ("true", "false")
     (part,) = explain(Whole, "part")

@@ -25,11 +25,11 @@ from trainspec_cli.recipe.rules.run import forget_out_of_range
 from trainspec_cli.run.folder.event_types.events import event_types
 from trainspec_cli.run.folder.file_schemas import FILE_SCHEMAS
 
-HOUSE = Path(__file__).parents[2]
-SCHEMAS = HOUSE / "conf" / "schema"
-RECIPES = sorted((HOUSE / "recipes").glob("*.yaml"))
-OPTIONS = sorted((HOUSE / "conf").glob("*/*.yaml"))
-GROUPS = find_folders(HOUSE).groups
+ROOT = Path(__file__).parents[2]
+SCHEMAS = ROOT / "conf" / "schema"
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+OPTIONS = sorted((ROOT / "conf").glob("*/*.yaml"))
+GROUPS = find_folders(ROOT).groups
 WRITE = "type, in the checkout: trainspec schema --write conf/schema"
 
 
@@ -132,8 +132,9 @@ def test_every_key_of_a_recipe_has_a_description() -> None:
         assert found, path
         assert all(re.search(r".\n\nUnit: |.\n\nValue: ", one["description"]) for one in found), path
     (stored,) = keys_at(schema, schema, "cluster.storage_gb_per_s")
-    assert "Bandwidth to checkpoint storage" in stored["description"] and stored["default"] == 1.2
-    assert "Unit: GB/s (decimal). Value: a number, more than 0. Default: 1.2." in stored["description"]
+    assert stored["default"] == 1.2 and "checkpoint storage" in stored["description"]
+    unit, value, default = stored["description"].rpartition("\n\n")[2].split(". ")
+    assert (unit, value.partition(":")[0], default) == ("Unit: GB/s (decimal)", "Value", "Default: 1.2.")
 
 
 def sections_below(wanted: Any) -> Iterator[type]:
@@ -170,7 +171,7 @@ VALUES: list[Any] = [
 
 
 def is_taken(section: type, key: str, value: Any) -> bool:
-    """Return whether trainspec takes a value by itself; what it misses beside it does not count."""
+    """Return whether trainspec takes a value by itself; other missing keys do not count."""
     draft, problems = build(section, {key: value})
     _, out_of_range = forget_out_of_range(draft)
     return not [one for one in (*problems, *out_of_range) if one.path.startswith(key) and one.code != "missing_value"]

@@ -36,7 +36,7 @@ READERS: dict[str, Callable[[Any], object]] = {
 
 
 class Validators(dict[str, Any]):
-    """Kind of file -> jsonschema's validator of it, made when it is asked for."""
+    """Kind of file -> jsonschema's validator of it, made on first use."""
 
     def __missing__(self, kind: str) -> Any:
         from jsonschema import Draft7Validator  # takes a second, which other tests' processes save
@@ -90,7 +90,7 @@ def changed(content: Any, path: tuple[Any, ...], change: Callable[[Any, Any], No
 
 
 def mutants(content: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what differs from `content` in one value, and what lacks one: of a long file every so many places."""
+    """Yield copies of `content` with one value changed or removed; a long file is sampled at equal distances."""
     every = [path for path in places(content) if path != (VERSION_KEY,)]
     for turn, path in enumerate(every[:: max(1, len(every) // MOST_PLACES)]):
         yield f"{path} left out", changed(content, path, lambda node, key: node.__delitem__(key))

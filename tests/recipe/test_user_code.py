@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lab.problems import assert_problems
 
 from trainspec_cli.core.errors import RecipeError, WorkerError
 from trainspec_cli.recipe.user_code import (
@@ -90,47 +91,47 @@ def test_code_is_found_by_file_module_and_registered_name_and_not_run(
 @pytest.mark.parametrize(
     ("text", "options", "code", "words", "hint"),
     [
-        ("mne.py:make", (), "missing_file", "mne.py, which does not exist", "did you mean `mine.py`?"),
+        ("mne.py:make", (), "missing_file", "mne.py", "did you mean `mine.py`?"),
         ("mine.py:mak", (), "unknown_name", "names mak, which", "did you mean `make`?"),
         (
             "mine.py",
             (),
             "wrong_choice",
-            "'mine.py'; expected adamw, sprint, FILE.py:NAME or package.module:NAME",
-            "set optim.name=mine.py:NAME; it has ",
+            "'mine.py'; expected adamw, sprint, ",
+            "set optim.name=mine.py:NAME",
         ),
-        ("mne.py", (), "missing_file", "mne.py, which does not exist", "did you mean `mine.py`?"),
+        ("mne.py", (), "missing_file", "mne.py", "did you mean `mine.py`?"),
         (
             "mine.py:",
             (),
             "wrong_type",
-            "does not end in the name of a function or class",
-            "set optim.name=mine.py:NAME; it has ",
+            "name of a function",
+            "set optim.name=mine.py:NAME",
         ),
         ("lone.py", (), "wrong_choice", "'lone.py'; expected adamw, sprint, ", "set optim.name=lone.py:Lone"),
-        ("lone:Alone", (), "missing_package", "names the module lone, but no", "set optim.name=lone.py:Lone"),
-        ("deep.lone:Lone", (), "missing_package", "names the module deep.lone", "set optim.name=deep/lone.py:Lone"),
-        ("mine.txt:make", (), "missing_package", "names the module mine.txt, but no package mine", "pip install mine"),
+        ("lone:Alone", (), "missing_package", "module lone,", "set optim.name=lone.py:Lone"),
+        ("deep.lone:Lone", (), "missing_package", "module deep.lone", "set optim.name=deep/lone.py:Lone"),
+        ("mine.txt:make", (), "missing_package", "module mine.txt,", "pip install mine"),
         ("a/b:make", (), "wrong_type", "expected FILE.py:NAME or package.module:NAME", "ends in .py"),
         ("adamv", (), "wrong_choice", "is 'adamv'; expected adamw, sprint, ", "did you mean optim.name=adamw?"),
         ("sprnt", (), "wrong_choice", "is 'sprnt'; expected adamw, sprint, ", "did you mean optim.name=sprint?"),
-        ("ownpack.dep:make", (), "missing_package", "ownpack has no module dep", "did you mean `deep`?"),
-        ("nopack.x:make", (), "missing_package", "no package nopack is installed", "run pip install nopack"),
+        ("ownpack.dep:make", (), "missing_package", "no module dep", "did you mean `deep`?"),
+        ("nopack.x:make", (), "missing_package", "package nopack ", "run pip install nopack"),
         (
             "broken.py:make",
             (),
             "syntax_error",
-            "broken.py, which `optim.name` names, is not Python: ",
+            "not Python: ",
             "see line 2",
         ),
         (
             "mine.py:narrow",
             (),
             "wrong_signature",
-            "takes (groups), and is called with (groups, *, lr)",
+            "called with (groups, *, lr)",
             "narrow(groups",
         ),
-        ("mine.py:Plain", (), "wrong_signature", "takes (), and is called with", "define it as Plain(groups, *, lr)"),
+        ("mine.py:Plain", (), "wrong_signature", "takes (),", "define it as Plain(groups, *, lr)"),
         ("mine.py:make", ("beta",), "wrong_signature", "takes (groups, lr, *, alpha=...)", "(groups, *, lr, beta)"),
     ],
 )
@@ -146,8 +147,7 @@ def test_what_is_wrong_is_said_with_what_to_type(
 
 def test_a_file_that_others_may_write_is_not_run(folder: Path) -> None:
     (folder / "mine.py").chmod(0o666)
-    (problem,) = problems_of(named("mine.py:make"))
-    assert problem.code == "not_trusted" and "can be written by every user" in problem.message
+    assert_problems(problems_of(named("mine.py:make")), ("not_trusted", "optim.name", "every user"))
 
 
 def test_files_are_named_absolutely_and_nothing_else_is() -> None:
@@ -166,7 +166,7 @@ def test_a_file_is_imported_once_for_all_keys_that_name_it(folder: Path) -> None
     [
         (
             "x = 1\nraise ValueError('boo')\nmake = 1\n",
-            "raised ValueError: boo while it was imported ({file}:2: raise",
+            "({file}:2: raise",
             "",
         ),
         (
@@ -174,11 +174,11 @@ def test_a_file_is_imported_once_for_all_keys_that_name_it(folder: Path) -> None
             "ModuleNotFoundError: No module named 'nopackage'",
             "run pip install nopackage",
         ),
-        ("__import__('mine')\nmake = 1\n", "No module named 'mine'", "write `import mine` in own.py"),
+        ("__import__('mine')\nmake = 1\n", "No module named 'mine'", "`import mine` in own.py"),
         ("import json\njson.loads('{{')\nmake = 1\n", "({file}:2: json.loads", ""),
-        ("make = 3\n", "make of {file}, a int; expected a function or class", ""),
-        ("from os import *\n", "names make, which {file} does not define", ""),
-        ("make = lambda groups: 1\n", "takes (groups), and is called with (groups, *, lr)", "define it as make("),
+        ("make = 3\n", "make of {file}, a int;", ""),
+        ("from os import *\n", "make, which {file} ", ""),
+        ("make = lambda groups: 1\n", "called with (groups, *, lr)", "define it as make("),
     ],
 )
 def test_what_goes_wrong_in_an_import_is_said(folder: Path, source: str, words: str, hint: str) -> None:
@@ -192,7 +192,7 @@ def test_what_goes_wrong_in_an_import_is_said(folder: Path, source: str, words: 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Path]:
-    """A folder of code in several files, of which `first.py` is named."""
+    """A folder of code in several files; the recipe names `first.py`."""
     folder = tmp_path / "project"
     (folder / "deep_part").mkdir(parents=True)
     (folder / "first.py").write_text("def make(groups, lr):\n    from near_part import far\n    return far()\n")
@@ -252,6 +252,6 @@ def test_an_error_of_a_library_is_said_at_the_line_that_called_it(folder: Path) 
     call = load(extension)
     with pytest.raises(WorkerError, match="in an update") as caught, user_code_errors(extension, "in an update"):
         call("{", lr=1)
-    assert f"({file}:4, in make: return json.loads(groups))" in str(caught.value)
+    assert f"({file}:4, in make: " in str(caught.value) and "json.loads(groups)" in str(caught.value)
     with pytest.raises(KeyError), user_code_errors(extension, "here", passes=lambda error: isinstance(error, KeyError)):
         raise KeyError

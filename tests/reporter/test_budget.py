@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-import pytest
+from lab.recorded import Recorded
 
 from trainspec_cli.recipe.results.tables import Budget, BudgetedRun, BudgetYear, Sensitivity
 from trainspec_cli.reporter.budget import render_budget, render_budget_page
@@ -28,32 +28,13 @@ BUDGET = Budget(
 )
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "128 H100 for 2 years",
-        "cheapest     rent on spot, $6M in total",
-        "buying pays  after 13.2 months, versus renting by the hour",
-        "above a utilisation of 53.3% over the machines' life",
-        "1            6,144     128     128     0          50%",
-        "worth at the end -$3M",
-        "total $9M $8M $12M $6M",
-        "1 $10M $500k $0.00 $0.00 $100k -$2M",
-        "llama <b> 2 3 128 ",
-        "1T tokens $0.1250 $0.1250 $0.1250 $0.1250",
-        "cluster.cost.device_price_usd 3e+04 $9M $8M $12M $6M 5e+04 $11M $8M $12M $6M",
-    ],
-)
-def test_what_the_terminal_shows(line: str) -> None:
-    def plain(text: str) -> str:
-        return re.sub(" +", " ", text)
-
-    assert plain(line) in plain(render_budget(BUDGET))
+def test_what_the_terminal_shows(recorded: Recorded) -> None:
+    recorded(render_budget(BUDGET))
 
 
 def test_what_never_pays_is_said() -> None:
     shown = render_budget(replace(BUDGET, break_even_months=None, break_even_utilisation=None))
-    assert "buying pays  not within these years" in shown and "at no utilisation" in shown
+    assert re.search(r"^buying pays +not ", shown, re.MULTILINE) and "at no utilisation" in shown
 
 
 def test_a_way_that_is_missing_has_no_column() -> None:

@@ -201,7 +201,7 @@ def test_a_run_that_started_and_made_no_step_stands_at_its_start(fake_run: Any) 
 
 
 def test_eight_in_ten_steps_lie_between_the_usual_times(fake_run: Any) -> None:
-    """Of 20 steps after the first three, of 1 to 20 s, the third and the nineteenth."""
+    """The third and the nineteenth of the 20 steps after the first three, which take 1 to 20 s."""
     fake_run.start()
     for step in range(1, 24):
         fake_run.step(step, seconds=float(max(1, step - 3)), checkpoint=0.0)

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lab.recorded import Recorded
 from rich.console import Console
 
 from trainspec_cli.reporter import live
-from trainspec_cli.reporter.live import XZ, LiveView, PlainScreen, showing_progress
+from trainspec_cli.reporter.live import LiveView, PlainScreen, showing_progress
 
 PHASES = ("evaluating", "writing", "ending")
 MakeView = Callable[..., tuple[LiveView, io.StringIO]]
@@ -29,7 +30,9 @@ def make_view(fake_run: Any) -> MakeView:
     return make
 
 
-def test_plain_lines_say_what_goes_on_and_come_at_the_interval(fake_run: Any, make_view: MakeView) -> None:
+def test_plain_lines_say_what_goes_on_and_come_at_the_interval(
+    fake_run: Any, make_view: MakeView, recorded: Recorded
+) -> None:
     view, output = make_view()
     view.watch(False)
     view.watch(False)
@@ -42,43 +45,28 @@ def test_plain_lines_say_what_goes_on_and_come_at_the_interval(fake_run: Any, ma
     fake_run.write("checkpoint", step=20, path="p", bytes=2**20, seconds=0.5)
     fake_run.write("warning", step=20, message="[odd] thing")
     view.watch(False)
-    assert output.getvalue().splitlines() == [
-        "starting workers",
-        "1.5M parameters on 2 processes, a chip",
-        "MFU is relative to 1 GFLOP/s per process (best matmul measured)",
-        "compiling",
-        "step 5/20: loss 1.5000 · 100 tokens/s · 5.0% MFU · 15.0 s left",
-        "step 10/20: loss 1.5000 · 100 tokens/s · 5.0% MFU · 10.0 s left",
-        "step 15/20: loss 1.5000 · 100 tokens/s · 5.0% MFU · 5.0 s left",
-        "step 20/20: loss 1.5000 · 100 tokens/s · 5.0% MFU",
-        "step 20: held out 2.000 bits per byte (xz 2.500), loss 1.0000",
-        XZ,
-        "step 20: held out 1.000 bits per byte (xz 2.500), loss 1.0000",
-        "step 20: checkpoint, 1.00 MiB in 500 ms",
-        "step 20: warning: [odd] thing",
-    ]
+    recorded(output.getvalue())
 
 
-def test_a_request_to_stop_is_answered_at_once_and_once(fake_run: Any, make_view: MakeView) -> None:
+def test_a_request_to_stop_is_answered_at_once_and_once(fake_run: Any, make_view: MakeView, recorded: Recorded) -> None:
     view, output = make_view()
     fake_run.start()
     fake_run.step(1)
     view.watch(False)
-    before = output.getvalue()
+    before = len(output.getvalue())
     for step in (2, 3):
         fake_run.step(step)
         view.watch(True)
-    assert output.getvalue() == f"{before}stopping after a checkpoint (Ctrl-C again stops at once)\n"
+    recorded(output.getvalue()[before:])
 
 
-def test_what_an_earlier_start_made_is_not_told_again(fake_run: Any, make_view: MakeView) -> None:
+def test_what_an_earlier_start_made_is_not_told_again(fake_run: Any, make_view: MakeView, recorded: Recorded) -> None:
     fake_run.start()
     fake_run.step(5)
     view, output = make_view()
     fake_run.start(step=5)
     view.watch(False)
-    assert output.getvalue().splitlines()[0] == "1.5M parameters on 2 processes, a chip, from step 5"
-    assert "step 5/20" not in output.getvalue()
+    recorded(output.getvalue())
 
 
 def test_a_terminal_shows_a_bar_and_keeps_the_lines(fake_run: Any, make_view: MakeView) -> None:
@@ -90,7 +78,7 @@ def test_a_terminal_shows_a_bar_and_keeps_the_lines(fake_run: Any, make_view: Ma
         fake_run.write("checkpoint", step=10, path="p", bytes=2**20, seconds=0.5)
         view.watch(False)
     shown = output.getvalue()
-    assert "step 10: checkpoint, 1.00 MiB in 500 ms" in shown
+    assert "step 10: checkpoint, 1.00 MiB" in shown
     assert "step 10/20" in shown
     assert "100 tokens/s · 5.0% MFU · 10.0 s left" in shown
 
@@ -119,7 +107,7 @@ def test_rows_and_their_rate_are_shown_while_data_is_read(monkeypatch: pytest.Mo
 def test_what_follows_the_last_step_is_named(
     fake_run: Any, make_view: MakeView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it takes long: what is over at once has no line."""
+    """Only phases that take long have a line."""
     figures = {"heldout_loss": 1.0, "heldout_bits_per_byte": 2.0}
     shown = {}
     for quick_s in (0.0, 1000.0):

@@ -1,31 +1,37 @@
 from __future__ import annotations
 
 import io
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lab.events import ACHIEVED, DIRECTIVE, LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY, write_event
+from lab.recorded import Recorded
 from rich.console import Console, RenderableType
 
 from trainspec_cli.recipe.results.plan import LocalPrediction
-from trainspec_cli.reporter.changes import describe_left_out
 from trainspec_cli.reporter.collect import collect
 from trainspec_cli.reporter.render import render_report, render_summary
-from trainspec_cli.reporter.text import describe_event
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.accounting import WallTime
 from trainspec_cli.run.folder.event_types.events import PARTS
-
-EXPECTED = Path(__file__).parent / "expected"
-"""Whole texts, read through once by a person; each figure follows from those of the run."""
 
 
 def text_of(rendered: RenderableType) -> str:
     output = io.StringIO()
     Console(file=output, width=120).print(rendered)
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+
+
+def line_with(shown: str, part: str) -> str:
+    (line,) = (line for line in shown.splitlines() if part in line)
+    return line
+
+
+def section_of(shown: str, title: str) -> str:
+    """The lines from a title to the next empty line."""
+    lines = shown.splitlines()
+    first = lines.index(title)
+    return "\n".join(lines[first : lines.index("", first)])
 
 
 def trained(run: Any) -> None:
@@ -38,7 +44,7 @@ def trained(run: Any) -> None:
     run.write("sample", step=10, prompt="def ", text="main(argv):\n    [return]")
 
 
-def test_steps_that_differ_are_told_of(fake_run: Any) -> None:
+def test_steps_that_differ_are_told_of(fake_run: Any, recorded: Recorded) -> None:
     fake_run.about()
     fake_run.start()
     for step in range(1, 24):
@@ -46,11 +52,12 @@ def test_steps_that_differ_are_told_of(fake_run: Any) -> None:
     assert "other work slowed" not in text_of(render_report(collect(fake_run.dir.root)))
     for step in range(24, 30):
         fake_run.step(step, seconds=3.0)
-    shown = text_of(render_report(collect(fake_run.dir.root)))
-    assert "steps took 1.0 s to 3.0 s (80% of the steps): other work slowed this machine" in shown
+    recorded(line_with(text_of(render_report(collect(fake_run.dir.root))), "steps took"))
 
 
-def test_the_exposed_part_of_exchanges_is_told_where_some_went_on_beside_the_computation(fake_run: Any) -> None:
+def test_the_exposed_part_of_exchanges_is_told_where_some_went_on_beside_the_computation(
+    fake_run: Any, recorded: Recorded
+) -> None:
     """Means over the steps of both ranks that show it."""
     fake_run.about()
     for rank in (0, 1):
@@ -58,8 +65,7 @@ def test_the_exposed_part_of_exchanges_is_told_where_some_went_on_beside_the_com
         fake_run.step(1, rank)
         for step in (2, 3):
             fake_run.step(step, rank, exchange_s=0.5 - 0.2 * rank, exposed_s=0.1 * rank)
-    shown = text_of(render_report(collect(fake_run.dir.root)))
-    assert "ranks exchanged data for 400 ms per step, 12% of it while nothing was computed" in shown
+    recorded(line_with(text_of(render_report(collect(fake_run.dir.root))), "exchanged"))
 
 
 def test_long_waits_for_data_are_told_of(fake_run: Any) -> None:
@@ -67,13 +73,13 @@ def test_long_waits_for_data_are_told_of(fake_run: Any) -> None:
     fake_run.start()
     for step in range(1, 11):
         fake_run.step(step, data_wait=0.04)
-    assert "of their time waiting for data" not in text_of(render_report(collect(fake_run.dir.root)))
+    assert "waiting for data" not in text_of(render_report(collect(fake_run.dir.root)))
     for step in range(11, 21):
         fake_run.step(step, data_wait=0.2)
-    assert "of their time waiting for data" in text_of(render_report(collect(fake_run.dir.root)))
+    assert "waiting for data" in text_of(render_report(collect(fake_run.dir.root)))
 
 
-def test_what_the_scheduler_did_has_a_section(fake_run: Any) -> None:
+def test_what_the_scheduler_did_has_a_section(fake_run: Any, recorded: Recorded) -> None:
     trained(fake_run)
     assert "scheduler" not in text_of(render_report(collect(fake_run.dir.root))).splitlines()
     write_event(fake_run.dir.directives, DIRECTIVE)
@@ -82,26 +88,17 @@ def test_what_the_scheduler_did_has_a_section(fake_run: Any) -> None:
     write_event(fake_run.dir.directives, MEMORY)
     write_event(fake_run.dir.directives, LEFT_OUT)
     write_event(fake_run.dir.directives, LEFT_OUT_ACHIEVED)
-    lines = text_of(render_report(collect(fake_run.dir.root))).splitlines()
-    at = lines.index("scheduler")
-    left_out = describe_left_out(LEFT_OUT, LEFT_OUT_ACHIEVED).line.split()
-    assert " ".join(lines[at + 4 : at + 6]).split() == left_out
-    assert lines[at + 1 : at + 4] == [
-        f"  {describe_event(MEMORY)}",
-        "  step 4: shares are now 9, 5 of 14: rank 1 is slow; 25% less compute time is expected",
-        "  step 4: group 1: shares are now 9, 5 of 14: rank 1 is slow; 25% less compute time is expected, 20% achieved",
-    ]
+    recorded(section_of(text_of(render_report(collect(fake_run.dir.root))), "scheduler"))
 
 
-def test_recoveries_have_a_section(fake_run: Any) -> None:
+def test_recoveries_have_a_section(fake_run: Any, recorded: Recorded) -> None:
     trained(fake_run)
     assert "recoveries" not in text_of(render_report(collect(fake_run.dir.root))).splitlines()
     fake_run.write("recovery", step=5, change="left", group=1, stall_s=1.26, lost_steps=1)
-    lines = text_of(render_report(collect(fake_run.dir.root))).splitlines()
-    assert lines[lines.index("recoveries") + 1] == "  step 5: group 1 left: 1.26 s, 1 step lost"
+    recorded(section_of(text_of(render_report(collect(fake_run.dir.root))), "recoveries"))
 
 
-def test_links_have_a_table_of_the_slowest_and_a_line_for_each_change(fake_run: Any) -> None:
+def test_links_have_a_table_of_the_slowest_and_a_line_for_each_change(fake_run: Any, recorded: Recorded) -> None:
     trained(fake_run)
     assert "links" not in text_of(render_report(collect(fake_run.dir.root))).splitlines()
     slow = {"links": 4, "noise": 0.08, "sent_bytes": 2.0**20, "waited_s": 0.25, "last_rank": 3, "samples": 9}
@@ -113,19 +110,8 @@ def test_links_have_a_table_of_the_slowest_and_a_line_for_each_change(fake_run: 
     change = {"axis": "tp", "ranks": [2, 3], "before_bytes_per_s": 9.6e9, "now_bytes_per_s": 1.2e9, "since_step": 5}
     fake_run.write("link", step=9, **change)
     fake_run.write("link", step=10, **{**change, "now_bytes_per_s": 2.4e10}, changed_links=3, group=1)
-    lines = text_of(render_report(collect(fake_run.dir.root))).splitlines()
-    at = lines.index("links")
-    assert [re.split("  +", line.strip()) for line in lines[at + 1 : at + 4]] == [
-        ["axis", "slowest ranks", "speed", "noise", "planned", "at once", "wait for"],
-        ["tp", "2, 3 (of 4)", "1.2 GB/s", "8%", "1.00 MiB", "250 ms, rank 3"],
-        ["dp_shard", "0, 4, 8", "5 GB/s", "8%", "6 GB/s", "1.00 MiB", "250 ms, rank 3"],
-    ], "as they were written down last"
-    at = lines.index("link changes")
-    assert lines[at + 1 : at + 3] == [
-        "  step 9: tp link of ranks 2, 3: 1.2 GB/s, 0.12 times the 9.6 GB/s before step 5",
-        "  step 10: group 1: tp link of ranks 2, 3, and 2 more of its links: 24 GB/s, "
-        "2.5 times the 9.6 GB/s before step 5",
-    ]
+    shown = text_of(render_report(collect(fake_run.dir.root)))
+    recorded(section_of(shown, "links"), section_of(shown, "link changes"))
 
 
 def test_long_lists_show_their_end(fake_run: Any) -> None:
@@ -135,7 +121,7 @@ def test_long_lists_show_their_end(fake_run: Any) -> None:
     shown = text_of(render_report(collect(fake_run.dir.root)))
     assert "(12 earlier)" in shown
     assert "step 11: checkpoint" not in shown
-    assert "step 19: checkpoint, 1.00 KiB in 100 ms" in shown
+    assert "step 19: checkpoint, 1.00 KiB" in shown
 
 
 def test_what_is_amiss_is_told(fake_run: Any) -> None:
@@ -148,7 +134,7 @@ def test_what_is_amiss_is_told(fake_run: Any) -> None:
     shown = text_of(render_report(collect(fake_run.dir.root)))
     assert "killed, 1 of 20 steps" in shown
     assert "step 1: odd (rank 0, 2)" in shown
-    assert "no events of rank 1" in shown
+    assert "events of rank 1" in shown
 
 
 def test_a_run_without_events_has_a_report(fake_run: Any) -> None:
@@ -163,7 +149,7 @@ BEGIN = {
 
 
 def a_long_run(run: Any) -> None:
-    """Two starts of two ranks, of which the second takes twice as long in `forward` and waits for data."""
+    """Two starts of two ranks; rank 1 takes twice as long in `forward` and waits for data."""
     run.about()
     for rank in (0, 1):
         run.start(rank=rank)
@@ -183,7 +169,8 @@ def a_long_run(run: Any) -> None:
     run.result(status="stopped", exit_code=6, peak_memory_bytes=3 * 2**30, weights_sha256="ab12")
 
 
-def test_the_whole_report(fake_run: Any) -> None:
+def test_the_whole_report(fake_run: Any, recorded: Recorded) -> None:
+    """Each figure follows from those of the run."""
     a_long_run(fake_run)
     predicted = LocalPrediction({"forward": 0.5, "backward": 0.75}, {"parameters": 2.0**31})
     report = replace(
@@ -194,8 +181,8 @@ def test_the_whole_report(fake_run: Any) -> None:
         time_s=WallTime(productive=90.0, checkpoint=6.0, idle=24.0),
         goodput=0.75,
     )
-    assert text_of(render_report(report)) + "\n" == (EXPECTED / "report.txt").read_text()
-    assert text_of(render_summary(report)) + "\n" == (EXPECTED / "summary.txt").read_text()
+    recorded.screen("report.txt", text_of(render_report(report)) + "\n")
+    recorded.screen("summary.txt", text_of(render_summary(report)) + "\n")
 
 
 def test_a_run_of_one_rank_without_a_prediction(fake_run: Any) -> None:
@@ -213,9 +200,9 @@ def test_a_run_of_one_rank_without_a_prediction(fake_run: Any) -> None:
     assert not any("resumed" in line or "kernels" in line or "weights" in line for line in lines)
 
 
-def test_many_ranks_that_warn_are_cut_short(fake_run: Any) -> None:
+def test_many_ranks_that_warn_are_cut_short(fake_run: Any, recorded: Recorded) -> None:
     fake_run.about()
     fake_run.start()
     for rank in range(10):
         fake_run.write("warning", rank, step=1, message="odd")
-    assert "step 1: odd (rank 0, 1, 2, 3, 4, 5, 6, 7 and 2 more)" in text_of(render_report(collect(fake_run.dir.root)))
+    recorded(line_with(text_of(render_report(collect(fake_run.dir.root))), "odd"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
+from html import escape
 from typing import Any
 
 import pytest
 from lab.events import ACHIEVED, DIRECTIVE, LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY, write_event
 from lab.pages import HOSTILE, assert_alone, assert_harmless, seen, widths, with_one_text_replaced
+from lab.recorded import Recorded
 
 from trainspec_cli.recipe.results.plan import LocalPrediction
 from trainspec_cli.recipe.results.verdict import RunVerdict, WhatIf
@@ -21,8 +22,6 @@ from trainspec_cli.run.folder.accounting import WallTime
 from trainspec_cli.run.folder.event_types.events import PARTS, EvalEvent, WarningEvent
 from trainspec_cli.run.folder.files import write_json
 
-EXPECTED = Path(__file__).parent / "expected" / "run_page.txt"
-"""The page's texts and shapes, read through once by a person; each figure follows from those of `report`."""
 SLOW = RunVerdict(
     cause="slow_device",
     rank=1,
@@ -85,12 +84,13 @@ def test_a_page_is_whole_and_says_where_it_comes_from(report: Report) -> None:
     origin = PageOrigin("2026-11-23", "0.4", "trainspec report last --html 'a<b>'")
     for page in (render_run_page(report, "a: 1", origin), render_verdicts_page(report, origin)):
         assert_alone(page)
-        assert "2026-11-23, trainspec 0.4: <code>trainspec report last --html &#x27;a&lt;b&gt;&#x27;</code>" in page
+        assert f"2026-11-23, trainspec 0.4: <code>{escape(origin.command)}</code>" in page
         assert "first: stopped" in page[: page.index("</title>")]
 
 
-def test_a_page_shows_each_figure_in_its_place(report: Report) -> None:
-    assert seen(render_run_page(report, "model:\n  name: tiny\n")) == EXPECTED.read_text()
+def test_a_page_shows_each_figure_in_its_place(report: Report, recorded: Recorded) -> None:
+    """Each figure follows from those of `report`."""
+    recorded.screen("run_page.txt", seen(render_run_page(report, "model:\n  name: tiny\n")))
     assert [kind for kind in PART_KINDS.values() if f".{kind} {{" not in STYLE.read_text()] == []
 
 
@@ -101,19 +101,19 @@ def test_of_many_changes_the_newest_are_drawn(report: Report) -> None:
     assert len(rows) == MOST_LINES and rows[-1][0] == "1,999"
 
 
-def test_verdicts_have_their_evidence_and_advice_on_both_pages(report: Report) -> None:
+def test_verdicts_have_their_evidence_and_advice_on_both_pages(report: Report, recorded: Recorded) -> None:
     page = render_verdicts_page(report)
     assert part_of(page, "Diagnosis") == part_of(render_run_page(report), "Diagnosis")
-    assert "What to do: look at its clock" in page
     assert "Loss" not in render_verdicts_page(report).partition("<body>")[2]
     many = replace(report, verdicts=(SLOW,) * (MOST_VERDICTS + 2))
-    assert "2 less expensive ones are left out" in render_verdicts_page(many)
-    assert "Too few steps for a diagnosis" in render_verdicts_page(replace(report, verdicts=()))
+    assert "2 less expensive ones" in render_verdicts_page(many)
+    recorded(seen(page), seen(render_verdicts_page(replace(report, verdicts=()))))
 
 
 def test_the_recipe_is_there_and_closed(report: Report) -> None:
-    page = render_run_page(report, "model:\n  name: <b>tiny</b>\n")
-    assert "<details><summary>Recipe</summary><pre>model:\n  name: &lt;b&gt;tiny&lt;/b&gt;\n</pre></details>" in page
+    recipe = "model:\n  name: <b>tiny</b>\n"
+    page = render_run_page(report, recipe)
+    assert f"<summary>Recipe</summary><pre>{escape(recipe)}</pre></details>" in page
     assert "Recipe" not in render_run_page(report)
 
 
@@ -161,15 +161,12 @@ def test_a_page_of_a_long_run_is_small_and_keeps_what_shows(report: Report) -> N
     top = min(points, key=lambda point: point[1])
     assert top[0] == pytest.approx(64 + 672 * SPIKE / STEPS, abs=0.1)
     assert top[1] == pytest.approx(34 + 242 / 22, abs=0.1), "a twentieth of what is drawn lies above it"
-    assert "Of 200,000 steps, the lowest and the highest" in page
+    assert "Of 200,000 steps" in page
 
 
-def test_losses_that_were_not_finite_are_told(report: Report) -> None:
+def test_losses_that_were_not_finite_are_told(report: Report, recorded: Recorded) -> None:
     page = render_run_page(replace(report, loss=((1, 2.0), (2, None)), final_loss=None))
-    assert "Steps whose loss was not finite: 1. Updates skipped because they were not finite: 1." in part_of(
-        page, "Loss"
-    )
-    assert "<b>not finite</b><span>lowest 2.0000, step 1</span>" in page
+    recorded(seen(part_of(page, "Loss")), seen(page[: page.index("<section>")]))
     none = render_run_page(replace(report, loss=((1, None),), evaluations=()))
     assert "<svg" not in part_of(none, "Loss") and "not finite: 1." in part_of(none, "Loss")
 
@@ -182,7 +179,7 @@ def test_a_run_without_steps_has_a_page(fake_run: Any) -> None:
     fake_run.start()
     page = render_run_page(collect(fake_run.dir.root, running=True))
     assert_alone(page)
-    assert "No steps yet." in page and "the run is in progress" in page
+    assert "No steps yet." in page and "in progress" in page
 
 
 def test_steps_that_took_no_time_have_a_page(fake_run: Any) -> None:
@@ -204,4 +201,4 @@ def test_a_run_without_evaluations_has_a_page(fake_run: Any) -> None:
     page = render_run_page(collect(fake_run.dir.root))
     assert_alone(page)
     assert page.count("<polyline") == 3 and "held-out" not in page.lower()
-    assert '<circle class="dot c-measure" cx="400.0" cy="155.0"' in page, "one step alone shows"
+    assert "[circle dot c-measure cx=400.0 cy=155.0]" in seen(page).splitlines(), "one step alone shows"

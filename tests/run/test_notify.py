@@ -1,4 +1,4 @@
-"""Who is told of a run's end, and what becomes of one who cannot be."""
+"""Notifications of a run's end, and those that fail."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from lab.problems import raises
 from lab.waiting import PATIENCE_S, wait_for
 
 from trainspec_cli.core.errors import RecipeError
@@ -60,7 +61,7 @@ def test_a_command_hears_the_facts(tmp_path: Path) -> None:
     status, run, message = (tmp_path / "said").read_text().split("|")
     assert (status, run) == ("failed", f"{tmp_path}/my run")
     assert message.startswith(f"trainspec: tiny ({run} on ")
-    assert message.endswith("): failed after 7 steps: rank 1 ran out of memory")
+    assert message.endswith(" 7 steps: rank 1 ran out of memory")
     heard = json.loads((tmp_path / "input").read_text())
     assert (heard["text"], heard["steps"], heard["loss"], heard["exit_code"]) == (message, 7, 2.5, 5)
 
@@ -76,15 +77,15 @@ def test_what_fails_is_said_and_no_more(
     tmp_path: Path, server: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, _ = server
-    (refused,) = told(Notify("echo it is full >&2; exit 3"), tmp_path)
+    (refused,) = told(Notify("echo full >&2; exit 3"), tmp_path)
     (posted,) = told(Notify(f"{address}/no"), tmp_path)
-    assert refused == "warning: --notify echo it is full >&2; exit 3: exit code 3: it is full"
+    assert refused.startswith("warning: --notify echo full >&2; exit 3: ") and refused.endswith(" 3: full")
     assert posted.startswith(f"warning: --notify {address}/no: HTTP Error 500")
     (closed,) = told(Notify("http://127.0.0.1:1"), tmp_path)
     assert "Connection refused" in closed
     monkeypatch.setattr(module, "COMMAND_S", 0.05)
     (endless,) = told(Notify("exec sleep 5"), tmp_path)
-    assert endless == "warning: --notify exec sleep 5: it did not end within 0 s"
+    assert endless.startswith("warning: --notify exec sleep 5: ") and endless.endswith(" within 0 s")
 
 
 def test_what_a_command_leaves_in_the_background_holds_nobody_up(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def lives(pid: int) -> bool:
 
 
 def test_an_address_of_another_kind_is_refused() -> None:
-    with pytest.raises(RecipeError, match="--notify is `file:///etc/passwd`"):
+    with raises(RecipeError, "usage", "`file:///etc/passwd`", path="--notify"):
         Notify("file:///etc/passwd")
 
 

@@ -58,7 +58,7 @@ def test_without_a_hangup_its_handler_comes_back(hangups: list[int]) -> None:
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
-    """As `nohup` wants it."""
+    """A run started with `nohup` ignores SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         requests = StopRequests()

@@ -1,4 +1,4 @@
-"""One way to run an engine tool: what comes back, how a failure is shown, and that nothing is left."""
+"""Engine tools: their result, how a failure is shown, and that nothing is left."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 import psutil
 import pytest
 from lab.drawing import slow_after
+from lab.problems import raises
 from lab.waiting import wait_for
 
 from trainspec_cli.core.errors import Interrupted, MachineError, RecipeError
@@ -82,9 +83,9 @@ def test_a_failure_shows_the_end_of_one_log(
     (problem,) = caught.value.problems
     assert (problem.code, problem.hint) == ("speed_failed", "cool it")
     first, *_, last = problem.message.splitlines()
-    assert first == "the measurement of this node's devices failed"
+    assert first.endswith(" failed")
     assert last == "ValueError: the chip is warm"
-    assert problem.message.count("the chip is warm") == 1 + problem.message.count("raise ValueError")
+    assert problem.message.count(" is warm") == 1 + problem.message.count("raise ValueError")
     assert "line 99" in problem.message
     assert "line 80" not in problem.message
     assert list(folders.glob("trainspec-*")) == []
@@ -98,7 +99,7 @@ def test_a_tool_that_ends_without_a_result_has_failed(folders: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_the_machines_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    with pytest.raises(MachineError, match="No such file or directory") as caught:
+    with pytest.raises(MachineError, match="nowhere") as caught:
         run_tool(standin("answer"), REQUEST)
     assert "TMPDIR" in caught.value.problems[0].hint
 
@@ -111,7 +112,7 @@ def test_a_result_of_another_kind_is_refused(folders: Path) -> None:
 @pytest.mark.slow
 def test_a_tool_that_takes_too_long_is_ended(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARTED", str(tmp_path / "started"))
-    with pytest.raises(MachineError, match=r"did not end within 2 s"):
+    with raises(MachineError, "speed_failed", "within 2 s"):
         run_tool(standin("hang", timeout_s=2.0), REQUEST)
     assert alive([int(pid) for pid in (tmp_path / "started").read_text().split()]) == []
     assert list(folders.glob("trainspec-*")) == []
@@ -126,7 +127,7 @@ def test_ctrl_c_leaves_nothing(folders: Path, tmp_path: Path, monkeypatch: pytes
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(Interrupted, match="the measurement of this node's devices was interrupted"):
+    with raises(Interrupted, "interrupted"):
         run_tool(standin("hang"), REQUEST)
     thread.join()
     assert alive([int(pid) for pid in (tmp_path / "started").read_text().split()]) == []
@@ -176,5 +177,5 @@ def round_trip(value: Any) -> Any:
 
 def test_a_wrong_item_is_named_by_its_place() -> None:
     checks = [{"name": "disk", "status": "ok", "found": "9 GB"}, {"name": "clock", "status": "bad", "found": "late"}]
-    with pytest.raises(RecipeError, match=r"`checks.1.status` is 'bad'"):
+    with pytest.raises(RecipeError, match=r"`checks\.1\.status`.*'bad'"):
         from_plain(NodeReport, {"host": "a", "time": 0.0, "checks": checks})

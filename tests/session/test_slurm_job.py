@@ -36,7 +36,7 @@ MakeRun = Callable[..., RunDir]
 
 
 class Slurm:
-    """What is asked of Slurm."""
+    """The requests to Slurm."""
 
     def __init__(self) -> None:
         self.requeued: list[str] = []
@@ -127,7 +127,7 @@ def test_a_warned_job_goes_back_to_the_queue(job: Callable[..., Any], slurm: Slu
 
     assert job(start)[0] == Stopped.exit_code
     assert slurm.requeued == ["41"]
-    assert "requeued: it was warned of its time limit; start 2 continues" in capsys.readouterr().out
+    assert "time limit; start 2" in capsys.readouterr().out
 
 
 def test_a_warning_before_the_workers_are_started_requeues_too(job: Callable[..., Any], slurm: Slurm) -> None:
@@ -152,7 +152,7 @@ def test_a_job_is_requeued_so_often_and_no_more(
     slurm.job = {"Restarts": str(most), "PreemptTime": "now"}
     assert job(lambda session, requests: WorkerError.exit_code)[0] == WorkerError.exit_code
     assert slurm.requeued == []
-    assert f"not requeued: it was preempted, and the job was requeued {most} times" in capsys.readouterr().out
+    assert f"requeued {most} times" in capsys.readouterr().out
 
 
 def test_a_plan_that_does_not_fit_ends_the_job(job: Callable[..., Any], slurm: Slurm, capsys: Any) -> None:
@@ -160,7 +160,7 @@ def test_a_plan_that_does_not_fit_ends_the_job(job: Callable[..., Any], slurm: S
         raise PlanError(Problem("does_not_fit", "the plan does not fit"))
 
     assert job(start)[0] == PlanError.exit_code
-    assert "the plan does not fit" in capsys.readouterr().err
+    assert "not fit" in capsys.readouterr().err
     assert slurm.requeued == []
 
 
@@ -204,7 +204,7 @@ def test_slurm_is_asked_again_until_the_job_is_pending(
     monkeypatch.setattr(requeue.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
     requeue._avoid("41", ["n7", "n8"], "n1")
     assert all(given == ("41", ["n7", "n8"], "n1") for given in asked)
-    assert ("may be started on n7, n8 again" in capsys.readouterr().err) == is_told
+    assert (" n7, n8 again" in capsys.readouterr().err) == is_told
     assert len(asked) == 3 if not is_told else 20 <= len(asked) <= 30
 
 
@@ -217,7 +217,7 @@ def test_a_job_that_slurm_does_not_take_back_keeps_its_exit_code(
     monkeypatch.setattr(slurm, "requeue", refuse)
     slurm.job = {"Restarts": "0", "PreemptTime": "now"}
     assert job(lambda session, requests: WorkerError.exit_code)[0] == WorkerError.exit_code
-    assert "not requeued: scontrol refused" in capsys.readouterr().err
+    assert "scontrol refused" in capsys.readouterr().err
 
 
 def test_a_start_that_slurm_has_overtaken_asks_for_nothing(job: Callable[..., Any], slurm: Slurm) -> None:
@@ -241,7 +241,7 @@ def test_nodes_are_numbered_by_their_switches_where_the_plan_depends_on_them(
     slurm.addresses = dict.fromkeys("abcd", "")
     resume.place_nodes(run, read_plan(run), PrintableConsole())
     assert run.hosts_txt.read_text().split() == ["b", "a", "c", "d"]
-    assert "Slurm does not know their switches" in capsys.readouterr().out
+    assert "know their switches" in capsys.readouterr().out
 
 
 def test_nodes_of_a_flat_network_are_left_alone(

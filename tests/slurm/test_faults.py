@@ -1,4 +1,4 @@
-"""Hosts with cables, in network namespaces: one is powered off, cut off, or comes back when the run is elsewhere."""
+"""Hosts with cables, in network namespaces: one is powered off, cut off, or returns when the run is elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command of one's own on a real Slurm of two nodes: submitted by trainspec, and in a script of one's own."""
+"""A user-defined command on a real Slurm of two nodes: submitted by trainspec, and in the user's script."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def steps_of_both(run: Path) -> list[list[int]]:
 def test_a_preempted_command_goes_on_from_its_own_checkpoint_on_both_nodes(
     slurm: Cluster, sbatch, watch, tmp_path: Path, read_result
 ) -> None:
-    """It saves each step, so that at most the step in which it was ended is made again."""
+    """It saves each step, so that at most one step is repeated."""
     run = tmp_path / "own"
     job = sbatch("--dir", "own", "--grace-s", "5", "--", *TORCHRUN, "60", "0.1", base=ASKED)
     watch.wait_for_step(run, 10)
@@ -47,7 +47,7 @@ def test_a_preempted_command_goes_on_from_its_own_checkpoint_on_both_nodes(
     assert slurm.wait(urgent)["JobState"] == "COMPLETED"
     ended = slurm.wait(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), watch.log(run)
-    assert "requeued: it was preempted; start 2 continues" in watch.log(run)
+    assert "preempted; start 2 " in watch.log(run)
     assert (read_result("own")["status"], read_result("own")["steps"]) == ("done", 60)
     for steps in steps_of_both(run):
         assert sorted(set(steps)) == list(range(1, 61)) and len(steps) <= 61, "one step, at most, was made twice"
@@ -69,18 +69,18 @@ def test_srun_in_ones_own_script_gives_nodes_and_a_warned_run_goes_on(
     log = tmp_path / "own.log"
     watch.wait_for_step(run, 10)
     slurm.worker_on(2).kill()
-    slurm.wait_until(lambda: "this is the last restart" in log.read_text(), "the start after a failure")
+    slurm.wait_until(lambda: "the last restart" in log.read_text(), "the start after a failure")
     slurm.wait_until(lambda: len(starts_of(run)) == 2, "the second start's steps")
     slurm.run("scancel", "--signal=USR2", job)
     slurm.wait_until(lambda: len(starts_of(run)) == 3, "the third start's steps")
-    assert "requeued: it was warned of its time limit" in log.read_text()
+    assert "its time limit" in log.read_text()
     slurm.worker_on(2).kill()
     ended = slurm.wait(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "5:0", "1"), log.read_text()
-    assert f"Slurm job {job}: this is node 1 of 2" in log.read_text()
+    assert f"Slurm job {job}: " in log.read_text() and "node 1 of 2" in log.read_text()
     result = json.loads((run / "result.json").read_text())
     assert (result["status"], len(result["recoveries"])) == ("failed", 1), log.read_text()
-    assert all(set(steps) == set(range(1, max(steps) + 1)) for steps in steps_of_both(run)), "none is left out"
+    assert all(set(steps) == set(range(1, max(steps) + 1)) for steps in steps_of_both(run)), "no node is left out"
 
 
 def starts_of(run: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""A job of a partition that goes first takes the nodes: the run saves, is requeued, and goes on when they are free."""
+"""A job of a partition with priority takes the nodes: the run saves, is requeued, and continues once they are free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEPS = 120
 
 @pytest.mark.slow
 def test_a_preempted_run_saves_is_requeued_and_loses_no_sample(slurm: Cluster, sbatch, watch, tmp_path: Path) -> None:
-    """Only at its end would it save by itself: what it goes on from was saved in the grace time."""
+    """The run itself saves only at its end, so it continues from the checkpoint of the grace time."""
     run = tmp_path / "runs/preempted"
     slow = "fault=slow(step=15,seconds=0.3,steps=20)"
     job = sbatch("run.dir=runs/preempted", f"train.max_steps={STEPS}", slow)
@@ -23,4 +23,4 @@ def test_a_preempted_run_saves_is_requeued_and_loses_no_sample(slurm: Cluster, s
     ended = slurm.wait(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), watch.log(run)
     assert watch.steps(run) == list(range(1, STEPS + 1)), "no step twice, none left out"
-    assert "requeued: it was preempted" in watch.log(run)
+    assert "it was preempted" in watch.log(run)

@@ -83,7 +83,7 @@ def test_a_constant_batch_has_the_rates_of_the_schedule_to_the_bit(kind) -> None
 def test_a_run_that_has_trained_its_samples_has_no_further_step() -> None:
     schedule = make_schedule(BatchScheduleSpec(), max_steps=10, start=4)
     assert step_batch(schedule, 36).samples == 4
-    with pytest.raises(ValueError, match="has trained on all its 40 samples"):
+    with pytest.raises(ValueError, match=" 40 samples"):
         step_batch(schedule, 40)
 
 

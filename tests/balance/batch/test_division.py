@@ -51,7 +51,7 @@ COUNTS = st.lists(st.integers(0, 30), min_size=1, max_size=9)
     ids=str,
 )
 def test_samples_in_proportion_to_weights(samples: int, weights: tuple[float, ...], counts: tuple[int, ...]) -> None:
-    """What is left goes to the largest remainders, and of equal ones to the first."""
+    """The rest goes to the largest remainders; ties go to the first."""
     assert weighted_counts(samples, weights) == counts
 
 
@@ -71,7 +71,7 @@ def test_samples_in_proportion_to_weights(samples: int, weights: tuple[float, ..
 def test_no_rank_goes_without_where_there_are_samples_enough(
     samples: int, weights: tuple[float, ...], counts: tuple[int, ...]
 ) -> None:
-    """What they leave is shared by the others in proportion."""
+    """The others share the rest in proportion."""
     assert weighted_counts(samples, weights) == counts
 
 

@@ -1,4 +1,4 @@
-"""Which sizes of buckets are tried, and which one is kept."""
+"""The scheduler tries sizes of buckets and keeps the fastest."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Slow = Callable[[int, int, int], float]
 
 
 class Run:
-    """A run whose ranks compute a layer of a sample in 10 ms; shares are decided beside the cut, and reset by it."""
+    """A run whose ranks compute a layer of a sample in 10 ms; a new cut resets the shares."""
 
     def __init__(self, layout: Layout, slow: Slow, most_layers: int = LAYERS, times: LayerTimes = TIMES):
         self.layout, self.slow, self.most, self.times = layout, slow, most_layers, times
@@ -79,7 +79,7 @@ def test_a_pipeline_alone_moves_layers_off_a_slow_rank_and_back(rank: int) -> No
     assert away[1].before_s == pytest.approx(2 * 6 * 0.01 * SAMPLES)
     assert away[1].after_s == pytest.approx(8 * 0.01 * SAMPLES)
     assert run.step_s[100] == pytest.approx(away[1].after_s)
-    assert away[1].reason == f"pipeline rank {rank} takes 2 times the usual time for its layers" or rank == 0
+    assert away[1].reason.startswith(f"pipeline rank {rank} takes 2 times ") or rank == 0
     assert 200 <= back[0] < 230
 
 
@@ -129,7 +129,7 @@ def test_a_cut_that_was_planned_badly_is_mended() -> None:
     heavy_head = LayerTimes([1.0] * LAYERS, head_s=0.0)
     run = Run(Layout(pp=2, stage_layers=(9, 3)), lambda row, rank, step: 1.0, times=heavy_head).run(100)
     assert run.cuts == [(6, 6)]
-    assert run.moved[0][1].reason == "the stages' measured times are less even than planned"
+    assert "less even" in run.moved[0][1].reason
 
 
 def test_nothing_is_decided_before_every_speed_is_known() -> None:

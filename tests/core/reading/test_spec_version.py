@@ -1,10 +1,11 @@
-"""Which versions of the training spec are read, and what is said of the others."""
+"""Known versions of the training spec are read; others are refused with what to do."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from lab.problems import refused
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.reading.files import (
@@ -29,23 +30,23 @@ def test_every_version_that_there_has_been_is_read(version: str) -> None:
 def test_a_newer_version_is_told_by_name(version: str) -> None:
     fault = find_fault(version)
     assert fault is not None and fault.code == NEWER_VERSION
-    assert f"was written by a newer trainspec: it has version {version}" in fault.why
-    assert fault.why.endswith("this one reads 0.1 and 1.0") and "pip install --upgrade trainspec" in fault.hint
+    assert f" version {version} " in fault.why and fault.why.endswith(" 0.1 and 1.0")
+    assert fault.hint.endswith("pip install --upgrade trainspec")
 
 
 @pytest.mark.clause("VER-5")
 @pytest.mark.parametrize(
     ("stated", "why"),
     [
-        ("0.7", "has an unknown `spec_version`, '0.7' (known: 0.1 and 1.0)"),
-        ("1", "has an unknown `spec_version`, '1' (known"),
-        ("1.0.0", "has an unknown `spec_version`, '1.0.0' ("),
-        ("99999.0", "has an unknown `spec_version`, '99999.0' ("),
-        ("", "has an unknown `spec_version`, '' ("),
-        (1.0, "has 1.0 as `spec_version`; expected text"),
-        (None, "has None as `spec_version`; expected text"),
-        (["1.0"], "has ['1.0'] as `spec_version`; expected text"),
-        ("x" * 99, f"has an unknown `spec_version`, '{'x' * 39} ("),
+        ("0.7", "'0.7' (known: 0.1 and 1.0)"),
+        ("1", "'1' (known: "),
+        ("1.0.0", "'1.0.0' (known: "),
+        ("99999.0", "'99999.0' (known: "),
+        ("", "'' (known: "),
+        (1.0, "1.0 as "),
+        (None, "None as "),
+        (["1.0"], "['1.0'] as "),
+        ("x" * 99, f"'{'x' * 39} (known: "),
     ],
 )
 def test_what_is_no_version_is_told_with_what_to_write(stated: object, why: str) -> None:
@@ -54,7 +55,7 @@ def test_what_is_no_version_is_told_with_what_to_write(stated: object, why: str)
         UNKNOWN_VERSION,
         f'write spec_version: "{CURRENT_VERSION}"',
     )
-    assert fault.why.startswith(why)
+    assert "`spec_version`" in fault.why and why in fault.why
 
 
 def test_numbers_are_compared_as_numbers() -> None:
@@ -73,5 +74,5 @@ def test_yaml_is_read_without_its_version(tmp_path: Path) -> None:
     file.write_text('spec_version: "1.0"\na: 1\n')
     assert read_versioned_yaml(file) == {"a": 1}
     file.write_text('spec_version: "9.0"\na: 1\n')
-    with pytest.raises(MachineError, match="was written by a newer trainspec"):
+    with refused(MachineError, NEWER_VERSION, "", "9.0"):
         read_versioned_yaml(file)

@@ -27,6 +27,9 @@ def serve(connection: socket.socket, secret: bytes, purpose: str = "test") -> li
     return []
 
 
+NO_CLIENT = "the client does not know the job's secret"
+
+
 def meet(server_secret: bytes, client_secret: bytes, purpose: str = "test") -> tuple[list[str], type[Exception] | None]:
     server, client = socket.socketpair()
     client.settimeout(20)
@@ -49,12 +52,12 @@ def test_both_know_the_secret() -> None:
 
 
 def test_a_client_that_does_not_is_found_out() -> None:
-    assert meet(SECRET, b"x" * 32) == (["the client does not know the job's secret"], ConnectionResetError)
+    assert meet(SECRET, b"x" * 32) == ([NO_CLIENT], ConnectionResetError)
 
 
 def test_a_proof_for_another_purpose_opens_nothing() -> None:
     assert meet(SECRET, SECRET, purpose="other") == (
-        ["the client does not know the job's secret"],
+        [NO_CLIENT],
         ConnectionResetError,
     )
 
@@ -64,7 +67,7 @@ def test_a_server_that_does_not_know_the_secret_is_found_out() -> None:
     server, client = socket.socketpair()
     client.settimeout(20)
     server.sendall(b"n" * 32 + b"p" * 32)
-    with pytest.raises(HandshakeError, match="the server does not know the job's secret"):
+    with pytest.raises(HandshakeError, match="the server"):
         prove_to(client, SECRET, "test")
 
 
@@ -118,7 +121,7 @@ def test_a_server_that_leaves_in_the_midst_is_an_error(sent: bytes) -> None:
     client.settimeout(20)
     server.sendall(sent)
     server.shutdown(socket.SHUT_WR)
-    with pytest.raises(ConnectionResetError, match="closed the connection during the handshake"):
+    with pytest.raises(ConnectionResetError, match="during the handshake"):
         prove_to(client, SECRET, "test")
 
 
@@ -148,7 +151,7 @@ def test_an_answer_that_was_altered_or_cut_is_refused(place: int) -> None:
     answer = bytearray(client_answer(challenge))
     answer[place] ^= 1
     for wrong in (bytes(answer), client_answer(challenge)[:place], client_answer(challenge) + b"\0"):
-        with pytest.raises(HandshakeError, match="the client does not know the job's secret"):
+        with pytest.raises(HandshakeError, match=NO_CLIENT):
             challenge.accept(wrong)
 
 

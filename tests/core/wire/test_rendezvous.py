@@ -122,7 +122,7 @@ def test_a_connection_that_ends_is_an_error_and_half_a_line_is_no_answer(
     made, server = ends
     server.sendall(b'{"n": 1}')
     server.close()
-    with pytest.raises(ConnectionResetError, match="the rendezvous server closed the connection"):
+    with pytest.raises(ConnectionResetError, match="closed the connection"):
         made.receive(20)
 
 
@@ -134,7 +134,7 @@ def test_a_line_that_never_ends_is_refused(
     server.sendall(b'{"n": 10}\n')
     assert made.receive(20) == {"n": 10}
     server.sendall(b"12345678901")
-    with pytest.raises(ConnectionError, match="sent a line that is too long"):
+    with pytest.raises(ConnectionError, match="too long"):
         made.receive(20)
 
 

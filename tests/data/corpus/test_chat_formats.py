@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lab.problems import refused
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.corpus.chat import FormatError, find_format, format_in_file, to_messages
@@ -92,7 +93,7 @@ def test_a_table_is_read_in_its_format(read: Read, tmp_path: Path) -> None:
     assert folder.manifest.source["format"] == "ShareGPT" and all(map(np.array_equal, rows, lines))
     assert check_text(data, 2**20) == {"ShareGPT"}
     parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(RecipeError, match="no column `messages`; it has: text") as error:
+    with pytest.raises(RecipeError, match=r"no column `messages`.*: text") as error:
         check_text(data, 2**20)
     assert "conversations" in error.value.problems[0].hint
 
@@ -114,7 +115,7 @@ def test_messages_and_completions_may_stand_in_one_file() -> None:
 
 @pytest.mark.parametrize("record", [{}, {"text": "a"}, {"prompt": "a"}, {"input": "a", "output": "b"}])
 def test_a_first_record_of_no_format_is_told_all(record: dict) -> None:
-    with pytest.raises(FormatError, match="no format of conversations has the fields") as error:
+    with pytest.raises(FormatError, match="no format of conversations") as error:
         format_in_file(record, None)
     assert all(
         f'{{"{name}": ' in error.value.allowed for name in ("messages", "prompt", "conversations", "instruction")
@@ -124,9 +125,9 @@ def test_a_first_record_of_no_format_is_told_all(record: dict) -> None:
 @pytest.mark.parametrize(
     ("first", "record", "got", "allowed"),
     [
-        ("ShareGPT", ALPACA, "a Alpaca record among ShareGPT records", "a file has one format"),
-        ("Alpaca", MESSAGES, "a messages record among Alpaca records", "first record is Alpaca"),
-        ("messages", SHAREGPT, "a ShareGPT record among messages records", "a file has one format"),
+        ("ShareGPT", ALPACA, "a Alpaca .* ShareGPT", "a file has one format"),
+        ("Alpaca", MESSAGES, "a messages .* Alpaca", "first record is Alpaca"),
+        ("messages", SHAREGPT, "a ShareGPT .* messages", "a file has one format"),
         ("Alpaca", {"output": "a"}, "`instruction` is missing", '{"instruction": '),
         ("completions", {"prompt": "a"}, "`completion` is missing", '{"prompt": '),
     ],
@@ -154,20 +155,20 @@ SYSTEM = {"from": "system", "value": "be"}
         (share({"from": "humann", "value": "a"}), "`conversations[0].from` is 'humann'", "system, human, user"),
         (share(HUMAN, {"from": "gpt"}), "`conversations[1].value` is missing", '"value": ...'),
         (share(HUMAN, {"value": "a"}), "`conversations[1].from` is missing", '"from": "human"'),
-        (share(HUMAN, {"from": "gpt", "value": 3}), "`conversations[1].value` is 3, not text", '"value": ...'),
-        (share(HUMAN, {"from": "observation", "value": "a"}), "is 'observation'; tools are not", '"tools"'),
-        (share(HUMAN, {"from": "function_call", "value": "a"}), "tools are not read from ShareGPT", '"tools"'),
+        (share(HUMAN, {"from": "gpt", "value": 3}), "`conversations[1].value` is 3,", '"value": ...'),
+        (share(HUMAN, {"from": "observation", "value": "a"}), "is 'observation'; ", '"tools"'),
+        (share(HUMAN, {"from": "function_call", "value": "a"}), "not read from ShareGPT", '"tools"'),
         (share(HUMAN, tools='[{"name": "a"}]'), "`tools` are not read from ShareGPT", '"messages"'),
-        (share(HUMAN, SYSTEM), "`conversations[1].from` is 'system', which is allowed only", "keep one"),
-        (share(SYSTEM, HUMAN, system="be"), "`conversations[0].from` is 'system', which is allowed only", "keep one"),
+        (share(HUMAN, SYSTEM), "`conversations[1].from` is 'system'", "keep one"),
+        (share(SYSTEM, HUMAN, system="be"), "`conversations[0].from` is 'system'", "keep one"),
         (share("a"), "`conversations[0]` is 'a'", '"conversations"'),
         (share(), "`conversations` is empty", '"conversations"'),
         ({"conversations": "a"}, "`conversations` is 'a'", '"conversations"'),
         ({"instruction": "a"}, "`output` is missing", '"output"'),
-        ({"instruction": 3, "output": "b"}, "`instruction` is 3, not text", '"instruction"'),
-        (ALPACA | {"input": 3}, "`input` is 3, not text", '"input"'),
-        (ALPACA | {"system": 3}, "`system` is 3, not text", '"instruction"'),
-        (ALPACA | {"history": [["a", "b"]]}, "`history` is not read from Alpaca", '"conversations"'),
+        ({"instruction": 3, "output": "b"}, "`instruction` is 3,", '"instruction"'),
+        (ALPACA | {"input": 3}, "`input` is 3,", '"input"'),
+        (ALPACA | {"system": 3}, "`system` is 3,", '"instruction"'),
+        (ALPACA | {"history": [["a", "b"]]}, "`history` ", '"conversations"'),
         (talk("hello"), "`messages[0]` is 'hello'", '"messages"'),
         ({"messages": "hello"}, "`messages` is 'hello'", '"messages"'),
         (talk(), "`messages` is empty", '"messages"'),
@@ -203,9 +204,10 @@ def test_all_wrong_records_of_an_array_are_named_with_their_place(read: Read) ->
     with pytest.raises(RecipeError) as error:
         check_text(read("a.json", f"[\n{lines}\n"), 2**20)
     assert [problem.line for problem in error.value.problems] == [3, 4, 5, 7, 8, 9]
-    assert [problem.message.partition(":")[0].split(" is")[0] for problem in error.value.problems] == [
-        *("record 2", "record 3", "record 4", "record 6", "record 7", "not a JSON array of objects")
+    assert [problem.message[:8] for problem in error.value.problems[:-1]] == [
+        *("record 2", "record 3", "record 4", "record 6", "record 7")
     ]
+    assert "JSON array" in error.value.problems[-1].message
     with pytest.raises(RecipeError) as error:
         check_text(read("a.json", json.dumps([7] * 100)), 2**20)
     (problem,) = error.value.problems
@@ -227,29 +229,29 @@ def test_preference_pairs_are_refused_once(tmp_path: Path, read: Read, turns: Ca
         check_text(data, 2**20)
     (problem,) = error.value.problems
     assert (problem.code, problem.line) == ("bad_document", 1)
-    assert "preference training (such as DPO) is not supported" in problem.message
+    assert "preference training" in problem.message
     assert " 99 other lines" in problem.message and '{"prompt": ..., "completion": ...}' in problem.hint
 
 
 def test_half_a_surrogate_pair_is_refused(read: Read) -> None:
-    with pytest.raises(RecipeError, match=r"contains half a surrogate pair, \\ud800"):
+    with pytest.raises(RecipeError, match=r"surrogate pair, \\ud800"):
         check_text(read("a.jsonl", json.dumps(ALPACA | {"output": "\ud800"})), 2**20)
 
 
 def test_an_array_that_is_not_utf8_or_too_large_is_named(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     data = read("a.json", "")
     Path(data.path or "").write_bytes(b'\xef\xbb\xbf[{"instruction": "\xff", "output": "a"}]')
-    with pytest.raises(RecipeError, match=r"byte 21 \(0xff\) is not UTF-8"):
+    with pytest.raises(RecipeError, match=r"byte 21 \(0xff\)"):
         check_text(data, 2**20)
     monkeypatch.setattr("trainspec_cli.data.corpus.records.MAX_ARRAY_BYTES", 8)
-    with pytest.raises(RecipeError, match="which is read as a whole") as error:
+    with pytest.raises(RecipeError, match="read as a whole") as error:
         check_text(data, 2**20)
-    assert error.value.problems[0].hint == "write one object per line: jq -c '.[]' a.json > a.jsonl"
+    assert "jq -c '.[]' a.json > a.jsonl" in error.value.problems[0].hint
 
 
 def test_below_a_folder_json_is_read_where_a_glob_asks_for_it(read: Read, tmp_path: Path) -> None:
     data = replace(read("a.json", json.dumps([ALPACA])), path=str(tmp_path))
-    with pytest.raises(RecipeError, match=r"has no \.jsonl or \.parquet or \.arrow file") as error:
+    kinds = (".jsonl", ".parquet", ".arrow")
+    with refused(RecipeError, "missing_file", "data.path", *kinds, "data.path='FOLDER/**/*.json'"):
         check_text(data, 2**20)
-    assert error.value.problems[0].hint == "name the files with a glob: data.path='FOLDER/**/*.json'"
     assert check_text(replace(data, path=f"{tmp_path}/*.json"), 2**20) == {"Alpaca"}

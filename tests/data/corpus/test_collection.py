@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from lab.problems import refused
 
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.data.corpus import bpe
@@ -57,7 +58,7 @@ def test_tables_hold_what_lines_hold(files, tokenizer):
 
 
 def test_a_column_that_is_not_there_is_told(files, tokenizer):
-    with pytest.raises(RecipeError, match="no column `body`; it has: number, text"):
+    with pytest.raises(RecipeError, match=r"no column `body`.*: number, text"):
         prepare(DataSpec(8, "parquet", str(files / "parquet"), text_field="body", tokenizer=tokenizer))
 
 
@@ -124,7 +125,7 @@ def test_validation_by_conversations_takes_the_template_next_to_the_tokenizer(fi
 def test_parts_of_different_tokenizers_are_refused(files, tokenizer):
     own = prepare(DataSpec(8, "jsonl", str(files / "text.jsonl"), tokenizer=TokenizerSpec(280)))
     parts = {"own": PartSpec("tokens", str(own)), "lines": PartSpec("jsonl", str(files / "text.jsonl"))}
-    with pytest.raises(RecipeError, match="were prepared with different tokenizers"):
+    with pytest.raises(RecipeError, match="different tokenizers"):
         prepare(DataSpec(8, "mixture", mixture=parts, tokenizer=tokenizer))
 
 
@@ -133,7 +134,7 @@ def test_ids_that_the_model_has_no_row_for_are_refused_before_it_starts(files, t
     collection = Collection.open(prepare(data))
     ids = collection.main.manifest.vocab_size
     assert collection.check(data, ids) == []
-    with pytest.raises(RecipeError, match=rf"the tokenizer has {ids} ids, but the model has {ids - 1} rows"):
+    with pytest.raises(RecipeError, match=rf" {ids} ids, .* {ids - 1} rows"):
         collection.check(data, ids - 1)
 
 
@@ -145,6 +146,5 @@ def test_ids_that_the_model_has_no_row_for_are_refused_before_it_starts(files, t
 )  # fmt: skip
 def test_a_collection_that_is_damaged_is_named(tmp_path, fields):
     (tmp_path / "collection.json").write_text(json.dumps(fields))
-    with pytest.raises(MachineError, match=r"collection.json is damaged") as raised:
+    with refused(MachineError, "bad_token_folder", "", "collection.json", f"rm -r {tmp_path}"):
         Collection.open(tmp_path)
-    assert raised.value.problems[0].hint == f"remove it: rm -r {tmp_path}"

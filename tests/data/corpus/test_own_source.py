@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.problems import assert_problems
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.corpus.prepare import prepare, prepared_folder
@@ -95,13 +96,13 @@ def test_a_source_without_an_end_is_read_up_to_max_bytes(source: Any) -> None:
         ("def f(): return 'text'", "returned str; expected documents"),
         ("def f(): return []", "yielded no document"),
         ("def f(): return ['', '']", "are empty"),
-        ("def f():\n    yield 'a'\n    raise OSError('gone')", "raised OSError: gone at document 2 ("),
+        ("def f():\n    yield 'a'\n    raise OSError('gone')", "OSError: gone at document 2 "),
         ("def f(): return [{'txt': 'a'}]", "document 1 of "),
-        ("def f(): return ['a', [1, 2]]", "is token ids, but the first one is text"),
-        ("def f(): return [[1, 2], 'a']", "is text, but the first one is token ids"),
-        ("def f(): return [[1.5]]", "is [1.5]; expected text, {'text': text} or a list of token ids"),
+        ("def f(): return ['a', [1, 2]]", "is token ids,"),
+        ("def f(): return [[1, 2], 'a']", "is text,"),
+        ("def f(): return [[1.5]]", "is [1.5]; "),
         ("def f(): return [[-1, 5]]", "has ids from -1 to 5"),
-        ("def f(): return ['\\ud800']", "cannot be written: it contains half a surrogate pair"),
+        ("def f(): return ['\\ud800']", "surrogate pair"),
     ],
 )
 def test_what_is_no_document_is_refused(source: Any, code: str, words: str) -> None:
@@ -131,9 +132,10 @@ def test_what_the_code_of_a_part_does_wrong_is_said_of_its_key(tmp_path: Path, s
     data = source("broken", "\ndef broken():\n    yield 5\n")
     parts = {"bad": PartSpec(data.source)}
     data = replace(data, source="mixture", tokenizer=TokenizerSpec(path=tokenizer_file(tmp_path)), mixture=parts)
-    with pytest.raises(RecipeError, match=r"^`data\.mixture\.bad\.source`: document 1 of ") as refused:
+    key = "data.mixture.bad.source"
+    with pytest.raises(RecipeError) as refused:
         prepare(data)
-    assert refused.value.problems[0].path == "data.mixture.bad.source"
+    assert_problems(refused.value.problems, ("bad_document", key, f"`{key}`: document 1 "))
 
 
 def test_what_is_prepared_already_is_found_without_running_the_code(tmp_path: Path, source: Any) -> None:

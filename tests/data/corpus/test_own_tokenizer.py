@@ -70,10 +70,10 @@ def test_other_code_and_other_options_are_other_tokenizers(data: DataSpec, tmp_p
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("Bytes.encode = lambda self, text: [300]", "returns the id 300, but has a `vocab_size` of 257"),
-        ("Bytes.encode = lambda self, text: text", "raised ValueError: invalid literal for int() with base 10: 'T'"),
-        ("Bytes.decode = lambda self, ids: ids", "decodes to list; expected text"),
-        ("Bytes.end_of_document = 257", "has 257 as `end_of_document`; expected a whole number from 0 to 256"),
+        ("Bytes.encode = lambda self, text: [300]", "the id 300, "),
+        ("Bytes.encode = lambda self, text: text", "raised ValueError: "),
+        ("Bytes.decode = lambda self, ids: ids", "decodes to list; "),
+        ("Bytes.end_of_document = 257", "257 as `end_of_document`; "),
         ("del Bytes.end_of_document", "has no `end_of_document`"),
         ("Bytes.__init__ = lambda self, shift: None", "has no `vocab_size`"),
     ],

@@ -49,7 +49,7 @@ def test_an_empty_folder_is_taken_over_and_a_filled_one_kept(tmp_path):
 
 
 def test_a_full_disk_is_named_and_nothing_left(tmp_path):
-    with pytest.raises(MachineError, match="no space left to write") as error, publishing(tmp_path / "folder"):
+    with pytest.raises(MachineError, match="no space left") as error, publishing(tmp_path / "folder"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert (error.value.exit_code, error.value.problems[0].code) == (4, "disk_full")
     assert "TRAINSPEC_CACHE" in error.value.problems[0].hint

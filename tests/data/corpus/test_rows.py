@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lab.problems import refused
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.data.corpus.rows import JoinedRows, Packed, Row, Windows, empty_row, first_text, open_rows
@@ -176,15 +177,12 @@ def test_conversations_are_packed(folder_of) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda fields: fields["train"].update(tokens=-1), "has a count that is negative"),
-        (
-            lambda fields: fields["heldout"].update(bytes=2**53),
-            "has a count that is negative or too large to fit on any disk",
-        ),
-        (lambda fields: fields["train"]["shards"][0].update(offset_bytes=-2), "has a count that is negative"),
-        (lambda fields: fields["train"].update(tokens=9), "the shards of train do not contain its 9 tokens"),
-        (lambda fields: fields["train"]["shards"][0].update(file="a\0b"), "has an invalid file name"),
-        (lambda fields: fields["train"]["shards"][0].update(file="a" * 4097), "has an invalid file name"),
+        (lambda fields: fields["train"].update(tokens=-1), "count"),
+        (lambda fields: fields["heldout"].update(bytes=2**53), "count .*any disk"),
+        (lambda fields: fields["train"]["shards"][0].update(offset_bytes=-2), "count"),
+        (lambda fields: fields["train"].update(tokens=9), "shards of train .* 9 tokens"),
+        (lambda fields: fields["train"]["shards"][0].update(file="a\0b"), "invalid file name"),
+        (lambda fields: fields["train"]["shards"][0].update(file="a" * 4097), "invalid file name"),
     ],
 )
 def test_a_manifest_that_cannot_be_is_named(folder_of, change, says) -> None:
@@ -194,7 +192,7 @@ def test_a_manifest_that_cannot_be_is_named(folder_of, change, says) -> None:
     file.write_text(json.dumps(fields))
     with pytest.raises(MachineError, match=says) as error:
         TokenFolder.open(file.parent)
-    assert error.value.problems[0].hint == f"remove it and prepare it again: rm -r {file.parent}"
+    assert error.value.problems[0].hint.endswith(f": rm -r {file.parent}")
 
 
 def test_the_index_of_documents_is_written_and_read(tmp_path: Path) -> None:
@@ -210,20 +208,20 @@ def test_the_index_of_documents_is_written_and_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("starts", "mask", "says"),
     [
-        (np.array([0, 3]), np.zeros(2, np.uint8), "it covers 2 tokens, but the shards hold 3"),
+        (np.array([0, 3]), np.zeros(2, np.uint8), "covers 2 tokens"),
         (np.array([0, 2]), np.zeros(3, np.uint8), "it covers 3 tokens"),
-        (np.array([1, 3]), np.zeros(3, np.uint8), "its documents are not contiguous"),
-        (np.array([0, 2, 1, 3]), np.zeros(3, np.uint8), "its documents are not contiguous"),
-        (np.array([], np.int64), np.zeros(3, np.uint8), "its documents are not contiguous"),
-        (np.array([0.0, 3.0]), np.zeros(3, np.uint8), "its arrays are float64 and uint8, of 1 and 1 dimensions"),
+        (np.array([1, 3]), np.zeros(3, np.uint8), "not contiguous"),
+        (np.array([0, 2, 1, 3]), np.zeros(3, np.uint8), "not contiguous"),
+        (np.array([], np.int64), np.zeros(3, np.uint8), "not contiguous"),
+        (np.array([0.0, 3.0]), np.zeros(3, np.uint8), "float64 and uint8, of 1 and 1 dimensions"),
         (np.array([0, 3]), np.zeros((3, 1), np.uint8), "of 1 and 2 dimensions"),
-        (np.array([0, 3]), np.zeros(3, np.int8), "its arrays are int64 and int8"),
+        (np.array([0, 3]), np.zeros(3, np.int8), "int64 and int8"),
     ],
 )
 def test_a_damaged_index_of_documents_is_named(tmp_path: Path, starts, mask, says) -> None:
     np.save(tmp_path / "train_documents.npy", starts)
     np.save(tmp_path / "train_learnt.npy", mask)
-    with pytest.raises(MachineError, match=f"the index of its documents cannot be read: .*{says}"):
+    with pytest.raises(MachineError, match=f"index of its documents .*{says}"):
         read_documents(tmp_path, "train", 3)
 
 
@@ -240,7 +238,7 @@ def test_files_of_others_are_read_from_their_offset_and_may_not_be_too_short(tmp
     assert folder.tokens("train", 0, 4).tolist() == [6, 7, 8, 9]
     assert folder.tokens("heldout", 0, 2).tolist() == [0, 1]
     folder.verify()
-    with pytest.raises(MachineError, match=r"ids.bin is shorter than the 10 bytes of the manifest"):
+    with refused(MachineError, "bad_token_folder", "", "ids.bin", "shorter than the 10 bytes"):
         opened(replace(end, tokens=5))
 
 
@@ -268,8 +266,8 @@ def test_a_document_may_be_empty_and_none_may_begin_before_the_one_before(tmp_pa
     assert read_documents(tmp_path, "train", 4).starts.tolist() == [0, 2, 2, 4]
     for starts in ([0, 3, 2, 4], [1, 2, 4], [0, 2, 3], []):
         np.save(tmp_path / "train_documents.npy", np.array(starts, dtype=np.int64))
-        with pytest.raises(MachineError, match="the index of its documents cannot be read"):
+        with pytest.raises(MachineError, match="index of its documents"):
             read_documents(tmp_path, "train", 4)
     np.save(tmp_path / "train_documents.npy", np.array([0, 4]))
-    with pytest.raises(MachineError, match="it covers 4 tokens, but the shards hold 5"):
+    with pytest.raises(MachineError, match="4 tokens, but"):
         read_documents(tmp_path, "train", 5)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from lab.problems import assert_problems, refused
 
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.core.printable import Style
@@ -70,40 +71,41 @@ def test_jsonl_gives_one_document_a_line_and_skips_blank_ones(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "words", "got"),
     [
-        ("{text: 1}", "not JSON (Expecting property name enclosed in double quotes): {text: 1}"),
-        ('["a"]', 'not a JSON object: ["a"]'),
-        ('{"body": "a", "id": 3}', "no field `text`; it has: body, id"),
-        ('{"text": 3}', "field `text` is not a string: 3"),
-        ('{"text": "\\ud800"}', "field `text` contains half a surrogate pair, \\ud800"),
+        ("{text: 1}", "not JSON", ": {text: 1}"),
+        ('["a"]', "JSON object", ': ["a"]'),
+        ('{"body": "a", "id": 3}', "no field `text`", ": body, id"),
+        ('{"text": 3}', "`text`", ": 3"),
+        ('{"text": "\\ud800"}', "`text`", ", \\ud800"),
     ],
 )
-def test_a_bad_json_line_is_named_with_what_was_got(tmp_path, line, message):
+def test_a_bad_json_line_is_named_with_what_was_got(tmp_path, line, words, got):
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "good"}\n' + line + "\n")
     with pytest.raises(RecipeError) as error:
         read(source="jsonl", path=str(file))
-    assert (problem_of(error).where(), problem_of(error).message) == (f"{file}:2", message)
+    assert_problems(error.value.problems, ("bad_document", f"{file}:2", words, got))
+    assert problem_of(error).message.endswith(got)
 
 
 def test_a_missing_field_says_how_to_choose_another(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"body": "a"}')
     with pytest.raises(RecipeError) as error:
         read(source="jsonl", path=str(tmp_path))
-    assert problem_of(error).hint == "set data.text_field=NAME to choose one"
+    assert "data.text_field=NAME" in problem_of(error).hint
 
 
 def test_text_that_is_not_utf8_names_file_and_byte(tmp_path):
     (tmp_path / "x.txt").write_bytes("abc é".encode("latin-1"))
-    with pytest.raises(RecipeError, match=r"byte 4 \(0xe9\) is not UTF-8") as error:
+    with pytest.raises(RecipeError, match=r"byte 4 \(0xe9\)") as error:
         read(source="text", path=str(tmp_path))
     assert problem_of(error).file == str(tmp_path / "x.txt")
 
 
 def test_a_json_line_that_is_not_utf8_names_the_byte_within_the_file(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
-    with pytest.raises(RecipeError, match=r"byte 24 \(0xff\) is not UTF-8") as error:
+    with pytest.raises(RecipeError, match=r"byte 24 \(0xff\)") as error:
         read(source="jsonl", path=str(tmp_path))
     assert problem_of(error).line == 2
 
@@ -119,13 +121,13 @@ def test_a_missing_path_is_the_recipes_fault(tmp_path, monkeypatch, path):
 
 def test_a_folder_without_jsonl_says_so(tmp_path):
     (tmp_path / "x.txt").write_text("a")
-    with pytest.raises(RecipeError, match=r"has no \.jsonl file"):
+    with refused(RecipeError, "missing_file", "data.path", ".jsonl"):
         find_files(DataSpec(seq_len=8, source="jsonl", path=str(tmp_path)))
 
 
 def test_a_broken_link_is_named_rather_than_skipped(tmp_path):
     (tmp_path / "link.txt").symlink_to(tmp_path / "gone.txt")
-    with pytest.raises(MachineError, match=r"link\.txt is not a regular file"):
+    with refused(MachineError, "unreadable_file", "", "link.txt"):
         find_files(DataSpec(seq_len=8, source="text", path=str(tmp_path)))
 
 
@@ -149,9 +151,8 @@ def test_a_folder_that_cannot_be_read_is_named_rather_than_left_out(tmp_path, mo
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(MachineError, match=r"closed cannot be read: Permission denied") as raised:
+    with refused(MachineError, "unreadable_file", "", "closed", "Permission denied"):
         find_files(DataSpec(seq_len=8, source="text", path=str(tmp_path)))
-    assert raised.value.problems[0].code == "unreadable_file"
 
 
 def test_a_file_that_goes_before_it_is_read_is_named(tmp_path):
@@ -166,7 +167,7 @@ def test_a_file_that_goes_before_it_is_read_is_named(tmp_path):
 
 def test_no_python_source_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    with pytest.raises(MachineError, match="has no Python source"):
+    with refused(MachineError, "no_python_stdlib", ""):
         find_files(DataSpec(seq_len=8, source="python_stdlib"))
 
 
@@ -178,7 +179,7 @@ def test_a_file_of_conversations_is_answered_once_with_their_source(tmp_path):
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     with pytest.raises(RecipeError) as error:
         read(source="jsonl", path=str(tmp_path))
-    assert (problem_of(error).line, problem_of(error).hint) == (1, "set data=chat: these are conversations (messages)")
+    assert problem_of(error).line == 1 and "data=chat" in problem_of(error).hint
 
 
 def test_every_line_that_is_wrong_is_reported_with_the_format_of_its_source(tmp_path):
@@ -188,7 +189,7 @@ def test_every_line_that_is_wrong_is_reported_with_the_format_of_its_source(tmp_
     with pytest.raises(RecipeError) as error:
         read(source="jsonl", path=str(tmp_path))
     assert [problem.line for problem in error.value.problems] == [2, 3, 4, 6]
-    assert error.value.problems[0].hint == 'each line must be one JSON object, such as {"text": "..."}'
+    assert '{"text": "..."}' in error.value.problems[0].hint
     (tmp_path / "x.jsonl").write_text("\n".join(CHAT_LINES))
     with pytest.raises(RecipeError) as error:
         read(source="chat", path=str(tmp_path))

@@ -2,16 +2,18 @@ import json
 from pathlib import Path
 
 import pytest
+from lab.problems import refused
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.huggingface.chat_template import CHATML, ChatTemplate, find_template
 
+REPLY = " <think>hm</think> yes \n"
 TALK = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "same"},
     {"role": "assistant", "content": "same"},
     {"role": "user", "content": "again"},
-    {"role": "assistant", "content": " <think>hm</think> yes \n"},
+    {"role": "assistant", "content": REPLY},
 ]
 TRIMMED = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{{ eos_token }}{% endfor %}"
 FORGETFUL = (
@@ -30,10 +32,10 @@ def replies(source: str, messages=TALK) -> list[str]:
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        (CHATML, ["same", " <think>hm</think> yes \n"]),
+        (CHATML, ["same", REPLY]),
         (TRIMMED, ["same", "<think>hm</think> yes"]),
-        (FORGETFUL, ["same", " <think>hm</think> yes \n"]),
-        (MARKED, ["same", " <think>hm</think> yes \n"]),
+        (FORGETFUL, ["same", REPLY]),
+        (MARKED, ["same", REPLY]),
     ],
     ids=["chatml", "trimmed", "forgetful", "marked"],
 )
@@ -43,7 +45,7 @@ def test_replies_are_found_whatever_the_template_does_to_them(source, expected):
 
 def test_thoughts_that_a_template_leaves_out_are_not_learnt():
     earlier = [TALK[1], {"role": "assistant", "content": "<think>hm</think>no"}, *TALK[3:]]
-    assert replies(FORGETFUL, earlier) == ["no", " <think>hm</think> yes \n"]
+    assert replies(FORGETFUL, earlier) == ["no", REPLY]
 
 
 def test_the_text_is_the_one_of_transformers(hf_folder):
@@ -61,7 +63,7 @@ def test_the_text_is_the_one_of_transformers(hf_folder):
 
 def test_a_template_is_looked_for_in_its_places(tmp_path: Path):
     tokenizer, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
-    with pytest.raises(RecipeError, match=r"no chat template in the folder of"):
+    with refused(RecipeError, "missing_file", "data.chat_template", "no chat template"):
         find_template(tokenizer, None)
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
     config.write_text(json.dumps({"chat_template": named, "eos_token": {"content": "</s>"}}))
@@ -76,9 +78,9 @@ def test_a_template_is_looked_for_in_its_places(tmp_path: Path):
 def test_a_template_reaches_nothing_outside():
     with pytest.raises(ValueError, match="unsafe"):
         ChatTemplate("{{ messages.__class__.__mro__ }}", {}).render(TALK)
-    with pytest.raises(ValueError, match="no system prompt, please"):
-        ChatTemplate("{{ raise_exception('no system prompt, please') }}", {}).render(TALK)
-    with pytest.raises(RecipeError, match="the chat template is not valid Jinja"):
+    with pytest.raises(ValueError, match="no system prompt"):
+        ChatTemplate("{{ raise_exception('no system prompt') }}", {}).render(TALK)
+    with refused(RecipeError, "bad_template", "", "not valid Jinja"):
         ChatTemplate("{% if %}", {}).render(TALK)
 
 
@@ -86,7 +88,7 @@ def test_a_template_that_ends_its_process_does_not_end_the_next(monkeypatch):
     monkeypatch.setattr("trainspec_cli.data.huggingface.chat_template.CPU_LIMIT_S", 0.3)
     source = "{% if messages[0].content == 'loop' %}{% for _ in range(99999) %}{% for _ in range(99999) %}{% endfor %}"
     template = ChatTemplate(source + "{% endfor %}{% endif %}{{ messages[0].content }}", {})
-    with pytest.raises(ValueError, match=r"it took more than 0.3 s for one conversation"):
+    with pytest.raises(ValueError, match=r"more than 0\.3 s"):
         template.render([{"role": "user", "content": "loop"}])
     assert template.render([{"role": "user", "content": "short"}]) == "short"
 
@@ -94,7 +96,7 @@ def test_a_template_that_ends_its_process_does_not_end_the_next(monkeypatch):
 def test_only_the_default_of_several_templates_is_taken(tmp_path: Path):
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": [{"name": "rag", "template": "no"}]}))
-    with pytest.raises(RecipeError, match="no chat template in the folder of"):
+    with refused(RecipeError, "missing_file", "data.chat_template", "no chat template"):
         find_template(tmp_path / "tokenizer.json", None)
     config.write_text("{")
     with pytest.raises(RecipeError) as raised:
@@ -110,5 +112,5 @@ def test_the_reply_is_asked_for_only_where_it_is_wanted():
 
 
 def test_a_template_that_refuses_without_a_word_has_refused() -> None:
-    with pytest.raises(ValueError, match=r"the chat template failed: $"):
+    with pytest.raises(ValueError, match=r"template failed: $"):
         ChatTemplate("{{ raise_exception('') }}", {}).render(TALK)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lab.problems import assert_problems
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.huggingface import folder as checkpoint
@@ -175,11 +176,12 @@ def test_faults_of_a_folders_tensors() -> None:
     entries["odd"] = entries["model.norm.weight"]
     entries["model.norm.weight"] = replace(entries["odd"], shape=(9,))
     entries[f"{LAYER}.self_attn.rotary_emb.inv_freq"] = entries["odd"]
-    assert [problem.message for problem in checkpoint.find_faults(entries, MODEL, here)] == [
-        "here lacks lm_head.weight",
-        "here has tensors that the model lacks: odd",
-        "here has wrong shapes: model.norm.weight is 9 but should be 8",
-    ]
+    assert_problems(
+        checkpoint.find_faults(entries, MODEL, here),
+        ("bad_checkpoint", "init.from", "here lacks lm_head.weight"),
+        ("bad_checkpoint", "init.from", "here has tensors", ": odd"),
+        ("bad_checkpoint", "init.from", "here has wrong shapes", "model.norm.weight is 9", " 8"),
+    )
 
 
 def test_a_head_of_tied_embeddings_is_redundant() -> None:
@@ -197,11 +199,11 @@ def test_weights_are_opened_where_they_match(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(header + bytes(sum(entry.bytes for entry in wanted.values())))
     found = checkpoint.open_weights(tmp_path, MODEL)
     assert {name: entry.shape for name, entry in found.items()} == {name: one.shape for name, one in wanted.items()}
-    with pytest.raises(RecipeError, match=r"shapes: model.embed_tokens.weight is 20 x 8 but should be 21 x 8"):
+    with pytest.raises(RecipeError, match=r"embed_tokens.weight is 20 x 8 .* 21 x 8"):
         checkpoint.open_weights(tmp_path, replace(MODEL, vocab_size=21))
 
 
 def test_more_experts_than_can_be_checked_are_refused(tmp_path: Path) -> None:
     huge = replace(EXPERTS, num_layers=1000, experts=ExpertSpec(num_experts=200, top_k=1, expert_ffn_size=5))
-    with pytest.raises(RecipeError, match="1,000 layers of 200 experts are too many tensors"):
+    with pytest.raises(RecipeError, match="1,000 layers of 200 experts"):
         checkpoint.open_weights(tmp_path, huge)

@@ -74,7 +74,7 @@ def test_rows_lie_where_each_project_has_them() -> None:
 
 @pytest.mark.parametrize("naming", NAMINGS[1:])
 def test_a_model_that_a_project_does_not_have_is_refused_by_name(naming: Naming) -> None:
-    with pytest.raises(RecipeError, match=f"the model is of type mixtral; {naming}'s names are known only for llama"):
+    with pytest.raises(RecipeError, match=f"type mixtral; {naming}'s names .* llama"):
         other_tensors(replace(MODEL, experts=ExpertSpec(4, 2, 8)), naming)
-    with pytest.raises(RecipeError, match=r"`model\.attention_bias` is all"):
+    with pytest.raises(RecipeError, match=r"`model\.attention_bias`"):
         other_tensors(replace(MODEL, attention_bias="all"), naming)

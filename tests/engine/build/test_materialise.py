@@ -25,7 +25,7 @@ def made(seed: int) -> dict[str, torch.Tensor]:
 
 
 def test_a_parameters_generator_is_seeded_by_the_runs_seed_and_its_name():
-    """By the first eight bytes of SHA-256: checkpoints of the same seed begin alike, now and later."""
+    """The seed is the first eight bytes of a SHA-256: one seed gives the same first weights in every version."""
     digest = hashlib.sha256(b"17/blocks.0.ffn.up.weight").digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") // 2)
     expected = torch.empty(96, 64).normal_(0.0, 0.02, generator=generator)
@@ -52,7 +52,7 @@ def test_a_rank_with_a_part_has_that_part_of_the_whole():
 
 @pytest.mark.parametrize(("offload", "parameters"), [(True, "cpu"), (False, "meta")])
 def test_offloaded_parameters_stay_in_host_memory_and_buffers_do_not(offload, parameters):
-    """meta stands for a device of its own."""
+    """The meta device represents another device."""
     with torch.device("meta"):
         model = Decoder(MODEL, 8)
     allocate(model, torch.device("meta"), offload=offload)

@@ -66,16 +66,16 @@ def test_a_good_block_is_taken_in_every_format(plan: Plan, compute: torch.dtype,
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("return x[..., :8]", "maps torch.float32 of shape (2, 32, 16) to torch.float32 of shape (2, 32, 8)"),
-        ("return self.mix(x).double()", "to torch.float64 of shape (2, 32, 16)"),
+        ("return x[..., :8]", "(2, 32, 16) to torch.float32 of shape (2, 32, 8)"),
+        ("return self.mix(x).double()", "torch.float64 of shape (2, 32, 16)"),
         ("return (x, self.mix(x))", "to tuple"),
-        ("return self.mix(x) / 0", "returns non-finite values"),
-        ("return self.mix(x) + torch.rand_like(x)", "returns a different output at each call"),
-        ("self.calls += 1; return self.mix(x)", "changes a buffer in its forward pass"),
-        ("return self.mix(x) + x.mean(1, keepdim=True)", "lets tokens see later tokens"),
-        ("return self.mix(x) - x.mean(0)", "mixes the samples of a batch"),
+        ("return self.mix(x) / 0", "non-finite values"),
+        ("return self.mix(x) + torch.rand_like(x)", "different output"),
+        ("self.calls += 1; return self.mix(x)", "changes a buffer"),
+        ("return self.mix(x) + x.mean(1, keepdim=True)", "later tokens"),
+        ("return self.mix(x) - x.mean(0)", "mixes the samples"),
         ("return self.mix(x) / (1 if x.amax(0).any() else 2)", "raised IndexError: amax()"),
-        ("return x + self.mix.weight[0]", "does not use `mix.bias`"),
+        ("return x + self.mix.weight[0]", "use `mix.bias`"),
         ("return x.sin(1)", "raised TypeError: "),
     ],
 )
@@ -90,7 +90,7 @@ def test_results_changed_in_place_are_refused_where_they_are_kept(plan: Plan, tm
     body = "return self.mix(x).add_(x).tanh()"
     tried(plan, tmp_path, body)
     tried(plan, tmp_path, body, "full")
-    with pytest.raises(RecipeError, match="a different gradient with recompute=selective"):
+    with pytest.raises(RecipeError, match="gradient with recompute=selective"):
         tried(plan, tmp_path, body, "selective")
 
 
@@ -159,13 +159,13 @@ def test_a_micro_batch_without_samples_has_a_loss_and_gradients_of_zero(tmp_path
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("return F.cross_entropy(logits, targets)", "returned a tensor of shape () for 6 tokens"),
-        ("return 3.0", "returned float for 6 tokens"),
-        ("return targets.float()", "returned a tensor without a gradient for 6 tokens"),
-        (f"{CROSS_ENTROPY} / len(targets)", "returns a different loss for a token alone than among other tokens"),
-        ("return (logits - logits.mean(0)).square().sum(1)", "a different loss for a token alone"),
-        ("return (0 * logits).sqrt().sum(1)", "has a gradient that is not finite"),
-        ("raise ValueError('no')", "raised ValueError: no on random logits before the run"),
+        ("return F.cross_entropy(logits, targets)", "shape () for 6 tokens"),
+        ("return 3.0", "float for 6 tokens"),
+        ("return targets.float()", "without a gradient"),
+        (f"{CROSS_ENTROPY} / len(targets)", "a different loss"),
+        ("return (logits - logits.mean(0)).square().sum(1)", "a different loss"),
+        ("return (0 * logits).sqrt().sum(1)", "not finite"),
+        ("raise ValueError('no')", "raised ValueError: no "),
     ],
 )
 def test_losses_that_are_not_of_each_token_are_refused(tmp_path: Path, body: str, words: str) -> None:
@@ -176,5 +176,5 @@ def test_losses_that_are_not_of_each_token_are_refused(tmp_path: Path, body: str
 
 def test_an_error_in_a_step_names_its_line(tmp_path: Path) -> None:
     module = loaded_loss(tmp_path, f"if len(targets) == 10: raise ValueError('ten')\n    {CROSS_ENTROPY}")
-    with pytest.raises(WorkerError, match=r"raised ValueError: ten in a step \(.*mine.py:5, in loss"):
+    with pytest.raises(WorkerError, match=r"ValueError: ten .*mine.py:5,"):
         computed(module)

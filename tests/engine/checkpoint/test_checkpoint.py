@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lab.problems import raises
 from lab.waiting import PATIENCE_S
 from safetensors import safe_open
 
@@ -91,7 +92,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
     assert (found.step, found.about.samples, found.about.pace, found.bytes) == (3, 12, pace, saved.bytes)
     assert found.bytes == sum(path.stat().st_size for path in RunDir(tmp_path).checkpoint(3).glob("rank*"))
     assert_equal(other, held)
-    assert torch.equal(torch.randn(3), expected_random), "the random generator goes on where it was"
+    assert torch.equal(torch.randn(3), expected_random), "the random generator continues where it was"
 
 
 def test_each_rank_writes_the_state_of_its_own_random_generator():
@@ -196,8 +197,8 @@ def leave_a_link(path):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (flip_a_bit, "was altered: its sha256 does not match the manifest"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-10]), "bytes, but the manifest says"),
+        (flip_a_bit, "sha256"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-10]), "bytes, but"),
         (lambda path: path.unlink(), "is missing"),
         (leave_a_link, "is a link"),
     ],
@@ -216,7 +217,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, damage, words):
 
 
 def with_more_files(folder, ranks):
-    """Append files of other ranks, of which no tensor is needed here, to a checkpoint of one rank."""
+    """Append files of other ranks, whose tensors are not needed here, to a checkpoint of one rank."""
     names = [files.file_name(rank) for rank in range(1, ranks)]
     digests = [files.write_file(folder / name, [memoryview(name.encode())]) for name in names]
     rewrite(folder, world_size=ranks, files=(*read_manifest(folder).files, *digests))
@@ -255,8 +256,8 @@ def test_the_ranks_verify_every_file_once_between_them(tmp_path, monkeypatch, da
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"schema": "trainspec.checkpoint/9"}, "its schema is not trainspec.checkpoint/2"),
-        ({"schema": "trainspec.checkpoint/1"}, "by an earlier version of trainspec"),
+        ({"schema": "trainspec.checkpoint/9"}, "not trainspec.checkpoint/2"),
+        ({"schema": "trainspec.checkpoint/1"}, "an earlier version"),
         ({"world_size": 7}, "it was altered"),
     ],
 )
@@ -265,15 +266,13 @@ def test_a_manifest_that_cannot_be_read_is_refused_by_name(tmp_path, change, wor
     save(run_dir, trained(), 3)
     path = run_dir.checkpoint(3) / MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(MachineError, match=rf"manifest.json cannot be read: .*{words}"):
+    with pytest.raises(MachineError, match=rf"manifest\.json .*{words}"):
         read_manifest(run_dir.checkpoint(3))
 
 
 def test_another_models_checkpoint_is_refused_by_the_tensors_name(tmp_path):
     save(RunDir(tmp_path), trained(), 3)
-    with pytest.raises(
-        MachineError, match=r"model.0.weight is F32 \[7, 5\] in the checkpoint and F32 \[9, 5\] in this run"
-    ):
+    with raises(MachineError, "bad_checkpoint", "model.0.weight is F32 [7, 5]", "F32 [9, 5]"):
         load_newest(RunDir(tmp_path), trained(width=9), CPU)
 
 
@@ -295,7 +294,7 @@ def test_parts_are_read_from_whatever_chunks_cover_them(tmp_path):
         fill_parts(tmp_path, whole, [part])
         assert torch.equal(part.tensor, wanted)
     holed = CheckpointManifest(about(1), 3, (), {"w": TensorEntry((6, 8), "F32", chunks[:2])})
-    with pytest.raises(MachineError, match="it contains only 8 of the 16 elements of w"):
+    with raises(MachineError, "bad_checkpoint", "only 8 of the 16"):
         fill_parts(tmp_path, holed, [TensorPart("w", torch.zeros(2, 8), (3, 0), (6, 8))])
 
 
@@ -366,7 +365,7 @@ def test_what_cannot_be_written_is_told_and_the_one_before_it_stays(tmp_path, wa
     made.save(about(1))
     with full_disk():
         saved = made.save(about(2)) if way == "save" else (made.begin(about(2)), made.wait())[1]
-    assert "the checkpoint of step 2 could not be written: rank 0: File too large" in str(saved.error)
+    assert "checkpoint of step 2 " in str(saved.error) and "rank 0: File too" in str(saved.error)
     assert run_dir.checkpoint_steps() == [1]
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_00000001"], "nothing half-written stays"
     load_newest(run_dir, held, CPU)
@@ -377,7 +376,7 @@ def test_a_folder_that_cannot_be_made_ends_the_checkpoint_at_once(tmp_path):
     run_dir, held = RunDir(tmp_path), trained()
     run_dir.checkpoints.write_text("a file in its place")
     saved = Saver(run_dir, held, CPU, keep_last=1).save(about(2))
-    assert "the checkpoint of step 2 could not be written: rank 0: " in str(saved.error)
+    assert "checkpoint of step 2 " in str(saved.error) and " rank 0: " in str(saved.error)
 
 
 def test_rank_0_waits_for_the_others_parts(tmp_path):
@@ -406,7 +405,7 @@ def test_a_rank_that_failed_fails_the_whole(tmp_path):
     partial.mkdir(parents=True)
     for rank in (0, 1):
         files.leave_failure(partial, rank, OSError(28, "No space left on device"))
-    with pytest.raises(MachineError, match="rank 0: No space left on device; rank 1: No space left on device"):
+    with raises(MachineError, "cannot_save", "rank 0: No space left", "; rank 1: No space left"):
         files.commit(run_dir, partial, about(5), world_size=2, keep_last=1)
     assert not partial.exists()
 
@@ -440,12 +439,8 @@ def test_what_is_not_finite_is_refused_by_name_and_number(tmp_path, of, name, va
     with pytest.raises(MachineError) as raised:
         load_newest(RunDir(tmp_path), trained(1), CPU)
     (problem,) = raised.value.problems
-    words = "holds 2 values that are not finite (NaN or infinity) in"
-    assert problem.message == f"checkpoint refused: {folder / NAME} {words} {name}"
-    assert (problem.code, problem.hint) == (
-        "bad_checkpoint",
-        f"remove the folder {folder} to resume from the previous checkpoint",
-    )
+    assert f"{folder / NAME} holds 2 values" in problem.message and problem.message.endswith(f" {name}")
+    assert problem.code == "bad_checkpoint" and f"remove the folder {folder} " in problem.hint
 
 
 def test_a_part_is_refused_with_the_number_in_its_whole_file(tmp_path):
@@ -498,7 +493,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path, name):
     }
     digests = tuple(replace(digest, name=name) for digest in read_manifest(folder).files)
     rewrite(folder, tensors=moved, files=digests)
-    with pytest.raises(MachineError, match="it names a file outside of its folder"):
+    with raises(MachineError, "bad_checkpoint", "outside of its folder"):
         load_newest(RunDir(tmp_path), trained(), CPU)
 
 
@@ -511,7 +506,7 @@ def test_a_part_in_a_file_without_a_digest_is_refused(tmp_path):
         for key, entry in read_manifest(folder).tensors.items()
     }
     rewrite(folder, tensors=moved)
-    with pytest.raises(MachineError, match=r"is in a file that the manifest does not list, 'rank00007\.safetensors'"):
+    with raises(MachineError, "bad_checkpoint", "not list, 'rank00007.safetensors'"):
         read_weights(folder, {"0.weight": (7, 5)})
 
 
@@ -521,9 +516,7 @@ def test_a_part_in_a_file_without_a_digest_is_refused(tmp_path):
 def test_a_tensor_that_the_checkpoint_lacks_is_named(tmp_path):
     save(RunDir(tmp_path), trained(), 3)
     whole = read_manifest(RunDir(tmp_path).checkpoint(3))
-    with pytest.raises(
-        MachineError, match=r"it does not contain model\.other: it belongs to a different model or optimizer"
-    ):
+    with raises(MachineError, "bad_checkpoint", "not contain model.other", "different model"):
         fill_parts(tmp_path, whole, [TensorPart.whole("model.other", torch.zeros(2))])
 
 
@@ -581,7 +574,7 @@ def test_a_rank_that_never_reports_counts_as_failed(tmp_path, monkeypatch):
     files.write_json(tmp_path / "rank00000.failed.json", {"rank": 0, "message": "no room"})
     (tmp_path / "rank00001.json").touch()
     found = files._await_parts(tmp_path, 4)
-    assert found == ["rank 0: no room", "rank 2 has not reported for 1800 s"]
+    assert found[0] == "rank 0: no room" and found[1].startswith("rank 2 ") and "1800 s" in found[1] and len(found) == 2
     assert 1850.0 < now[0] < 2000.0
 
 
@@ -596,11 +589,9 @@ def test_what_cannot_be_published_leaves_nothing_half_written(tmp_path, monkeypa
     (saved,) = save(run_dir, held, 2)
     assert isinstance(saved.error, MachineError)
     (problem,) = saved.error.problems
-    assert problem.message == "the checkpoint of step 2 could not be written: rank 0: No space left on device"
-    assert (problem.code, problem.hint) == (
-        "cannot_save",
-        "free some space, or lower checkpoint.keep_last; earlier checkpoints are intact",
-    )
+    assert problem.code == "cannot_save"
+    assert "checkpoint of step 2 " in problem.message and problem.message.endswith("rank 0: No space left on device")
+    assert "checkpoint.keep_last" in problem.hint
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_00000001"]
 
 
@@ -614,7 +605,7 @@ def test_a_worker_of_an_older_start_publishes_nothing(tmp_path, monkeypatch, way
         monkeypatch.setattr(files, "leave_part", lambda *part: (newer(*part), generations.begin(run_dir)))
     else:
         generations.begin(run_dir)
-    with pytest.raises(WorkerError, match="start 2 owns the run now"):
+    with raises(WorkerError, generations.FENCED, "start 2 owns"):
         made.save(about(3)) if way != "begin" else (made.begin(about(3)), made.wait())
     assert run_dir.checkpoint_steps() == []
 
@@ -678,7 +669,7 @@ def test_weights_alone_leave_the_optimizer_as_it_is_and_new_adapters_too(tmp_pat
     whole = read_weights(RunDir(tmp_path).checkpoint(3), {"0.weight": (7, 5)})
     assert whole.keys() == {"0.weight"} and torch.equal(whole["0.weight"], saved.modules[0][0].weight)
     other = Share("0.gate", torch.nn.Parameter(torch.zeros(2, 2)))
-    with pytest.raises(MachineError, match=r"it does not contain model\.0\.gate"):
+    with raises(MachineError, "bad_checkpoint", "not contain model.0.gate"):
         load_weights(RunDir(tmp_path).checkpoint(3), Held([*held.shares, other], held.modules, held.optimizer))
 
 

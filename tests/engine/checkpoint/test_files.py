@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -52,10 +53,10 @@ def test_all_bytes_are_with_the_system_when_a_file_is_flushed(tmp_path: Path, mo
 
 def test_a_failed_part_frees_its_space_before_it_is_reported(tmp_path: Path) -> None:
     (tmp_path / files.file_name(2)).write_bytes(b"half")
-    files.leave_failure(tmp_path, 2, OSError(28, "No space left on device"))
+    files.leave_failure(tmp_path, 2, OSError(28, "the disk is full"))
     files.leave_failure(tmp_path, 3, OSError("no number"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank00002.failed.json", "rank00003.failed.json"]
-    assert read_json(tmp_path / "rank00002.failed.json") == {"rank": 2, "message": "No space left on device"}
+    assert read_json(tmp_path / "rank00002.failed.json") == {"rank": 2, "message": "the disk is full"}
     assert read_json(tmp_path / "rank00003.failed.json")["message"] == "no number"
 
 
@@ -63,6 +64,31 @@ def test_a_failure_that_cannot_be_reported_is_no_further_error(tmp_path: Path) -
     (tmp_path / "a file").touch()
     files.leave_failure(tmp_path / "a file", 0, OSError(28, "No space left on device"))
     assert [path.name for path in tmp_path.iterdir()] == ["a file"]
+
+
+def test_a_failure_is_reported_once_the_other_ranks_have_freed_their_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / files.file_name(1)
+    other.write_bytes(b"half")
+    real, tries = files.write_json, []
+
+    def write(path: Path, content: object) -> None:
+        tries.append(path)
+        if len(tries) == 3:
+            other.unlink()
+        if other.exists():
+            raise OSError(errno.ENOSPC, "the disk is full")
+        real(path, content)
+
+    monkeypatch.setattr(files, "write_json", write)
+    files.leave_failure(tmp_path, 0, OSError(errno.ENOSPC, "the disk is full"))
+    assert [path.name for path in tmp_path.iterdir()] == ["rank00000.failed.json"] and len(tries) == 3
+    other.write_bytes(b"half")
+    monkeypatch.setattr(files, "REPORTING_S", 0.1)
+    tries[:] = [tmp_path] * 3
+    files.leave_failure(tmp_path, 2, OSError(errno.ENOSPC, "the disk is full"))
+    assert not (tmp_path / "rank00002.failed.json").exists(), "it does not try forever"
 
 
 def test_saves_of_two_runs_never_share_a_folder(tmp_path: Path) -> None:

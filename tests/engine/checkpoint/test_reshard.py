@@ -1,4 +1,4 @@
-"""What a layout's parts do with their memory while the state is moved."""
+"""The memory of a layout's parts while the state is moved."""
 
 from __future__ import annotations
 

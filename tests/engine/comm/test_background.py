@@ -1,4 +1,4 @@
-"""A thread beside the main one: order, errors, and what is noted."""
+"""A background thread: order, errors, and the records."""
 
 from __future__ import annotations
 

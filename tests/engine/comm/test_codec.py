@@ -1,4 +1,4 @@
-"""What numbers lose on the wire is within half a step of their block, and how many bytes they take there."""
+"""Numbers on the wire: errors within half a step of their block, and their bytes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_sixteen_levels_are_all_in_use_and_lie_in_the_middles_of_steps() -> None
 
 
 def test_a_block_keeps_its_own_step_beside_a_far_larger_one() -> None:
-    """Embeddings of rare tokens lie beside those of frequent ones."""
+    """Embeddings of rare tokens are next to those of frequent ones."""
     small = drawn(2, 1, 64, 1e-6)
     x = torch.cat([drawn(1, 1, 64, 1.0), small, drawn(4, 1, 64, 1e-12)], dim=1)
     decoded = FourBits().decode(FourBits().encode(x), 192)

@@ -100,7 +100,7 @@ def test_nothing_is_lost_over_many_steps_but_what_still_waits(name: str, ranks: 
 
 
 def test_the_feedback_adds_little_to_what_a_sum_is_wrong_by() -> None:
-    """A sum that gave all back at once would be wrong by the square root of 2 more."""
+    """A sum that returned the entire error in one step would be wrong by a factor of the square root of 2."""
     codec, values = GRADIENT_CODECS["int4"], 2**15
     feedback = Feedback(2 * values, CPU)
     exchange, errors = CompressedSum(codec, feedback), []
@@ -136,7 +136,7 @@ def test_each_rank_gets_the_sum_of_its_row(name: str) -> None:
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("part", [compressed.ALIGNED, 3 * compressed.ALIGNED])
 def test_sums_in_parts_are_those_of_the_whole(name: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of rows, and several rows at once: the bits of the sums and of what is left for the next step are equal."""
+    """Parts of rows, and several rows together: the bits of the sums and of the rest for the next step are equal."""
     values = 5000
 
     def of_rank(hall: Hall, rank: int) -> list[Tensor]:

@@ -65,7 +65,7 @@ def test_a_region_sees_the_whole_sequence_and_returns_a_part_of_the_sum(peers: P
     whole, dx = both_passes(enter_region, X, peers, True, ONE)
     assert torch.equal(whole, torch.cat((X + 100, X), dim=1))
     assert whole.is_contiguous()
-    assert torch.equal(dx, torch.full_like(X, 102.0)), "the ranks' gradients are summed, and a part comes back"
+    assert torch.equal(dx, torch.full_like(X, 102.0)), "the ranks' gradients are summed, and a part is returned"
     wide = torch.arange(16.0).view(2, 4, 2)
     part, dx = both_passes(leave_region, wide, peers, True, ONE)
     assert torch.equal(part, 2 * wide[:, 2:] + 100)
@@ -136,7 +136,7 @@ class Member:
 
 
 def summed_in_tiers(given: list[torch.Tensor], sizes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Return what each rank holds after a sum over levels of so many ranks, innermost first."""
+    """Return what each rank holds after a sum over levels of these sizes, innermost first."""
     groups: dict[tuple[int, int, int], Ranks] = {}
 
     def of_rank(rank: int) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""torchrun forks the engine's own workers, and starts any other program as ever."""
+"""torchrun forks the engine's own workers, and starts any other program as usual."""
 
 from __future__ import annotations
 

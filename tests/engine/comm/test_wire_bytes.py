@@ -97,7 +97,7 @@ def test_other_descriptors_stay_as_they_are(ends: tuple[socket.socket, socket.so
 
 
 def test_a_connection_is_not_held_open(ends: tuple[socket.socket, socket.socket]) -> None:
-    """A peer that waits on it notices at once that it was dropped, and one that takes its number counts anew."""
+    """A peer that waits on it notices immediately that it was dropped; a new one with its number counts from zero."""
     meter = WireMeter()
     meter.find_connections()
     with meter.purpose("gradients"):

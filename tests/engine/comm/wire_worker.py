@@ -21,9 +21,9 @@ from trainspec_cli.engine.comm.exchange import all_gather, all_reduce_, reduce_s
 from trainspec_cli.engine.comm.joining import leave_processes
 
 VALUES = 2**16
-"""Of each rank's row."""
+"""Values in each rank's row."""
 STEP = {"bf16": 2**-8, "int8": 1 / 127, "int4": 2**0.125 / 8}
-"""Of the largest value of a block; half of it is the most that one encoding loses (in the Euclidean norm, for int4)."""
+"""Relative to the largest value of a block; one encoding loses at most half of it (for int4, in the Euclidean norm)."""
 
 
 def gradients(rank: int, ranks: int) -> Tensor:

@@ -72,7 +72,7 @@ class Source(DrawnTokens):
         return drawn(step)
 
     def prepare(self, step: int) -> None:
-        """What comes before a step's batch is read."""
+        """Work before the batch of a step is read."""
 
 
 class LateSource(Source):
@@ -110,13 +110,13 @@ def steady_steps(run_dir: RunDir) -> list[dict[str, Any]]:
 
 
 def wait_share(run_dir: RunDir) -> float:
-    """Of the usual step: one that was held up by something else does not count."""
+    """The median share of a step that waits for data; a step delayed by something else does not count."""
     shares = [event["time_s"]["data_wait"] / event["step_time_s"] for event in steady_steps(run_dir)]
     return float(np.median(shares))
 
 
 def test_a_batch_is_read_while_the_step_before_it_computes(state: TrainState, tmp_path: Path) -> None:
-    """A step's forward pass goes on when the next batch has been read; a reader that waited for it would never come."""
+    """The forward pass of a step waits for the next batch; a reader that waited for that pass would deadlock."""
     source, (part,) = Source(), state.parts
     passes = count()
 

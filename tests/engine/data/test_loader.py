@@ -138,7 +138,7 @@ def test_every_heldout_token_but_the_first_is_predicted_once(folder, batch_size,
 
 
 class Shelf:
-    """Reads samples that are their positions; counts what is asked for."""
+    """Reads samples that are their positions, and counts the reads."""
 
     def __init__(self) -> None:
         self.asked: list[OwnSamples] = []
@@ -217,7 +217,7 @@ def test_a_reader_that_fails_is_reported_at_its_step_and_leaves_its_slot(shelf):
     shelf.before = fail
     for _ in range(4):
         assert shelf.take(step(0), step(1), step(2)) == [0, 1]
-        with pytest.raises(OSError, match="the disk is gone"):
+        with pytest.raises(OSError, match="disk is gone"):
             shelf.take(step(1), step(2), step(3))
     assert shelf.take(step(3), step(1)) == [30, 31]
     assert shelf.take(step(4)) == [40, 41], "what fails and is not wanted fails nobody"

@@ -108,7 +108,7 @@ class CopyStream:
 
 
 class Gpu:
-    """Stands in for torch: memory lies on the host, and what streams and events are asked is noted in order."""
+    """Stands in for torch: memory is on the host, and the calls of streams and events are recorded in order."""
 
     def __init__(self) -> None:
         self.noted: list[tuple[Any, ...]] = []

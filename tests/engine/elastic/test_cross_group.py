@@ -191,7 +191,7 @@ def test_groups_that_share_a_device_exchange_through_the_host_and_say_so(tmp_pat
 
 
 def test_a_device_without_a_backend_is_staged_and_says_so(meet: Callable[..., list[Any]]) -> None:
-    """Metadata alone stands for the device: no backend here carries its tensors."""
+    """The device is represented by its metadata only: no backend here carries its tensors."""
     device = torch.device("mps")
     for why, sum_ in meet(lambda comm: (comm.staged_because, comm.gather(torch.tensor([comm.rank]))), device=device):
         assert "mps" in why and [int(own) for own in sum_] == [0, 1]

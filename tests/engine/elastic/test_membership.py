@@ -26,7 +26,7 @@ class Peers:
 
     def __init__(self) -> None:
         self.quorums: list[tuple[str, list[str], list[int]]] = []
-        """(number, names, steps); "own" stands for the name of the group under test."""
+        """(number, names, steps); "own" is the name of the group under test."""
         self.asked: list[tuple[int, int]] = []
         self.connected: list[tuple[str, int, int]] = []
         self.fails = False

@@ -66,7 +66,7 @@ def test_packets_go_from_the_last_block_to_the_first_and_then_what_lies_outside(
     lab = Lab(monkeypatch)
     lab.packets.begin(1)
     lab.accumulate("blocks.2.matrix")
-    assert lab.sent_so_far() == [["blocks.2.matrix"]], "while the pass goes on"
+    assert lab.sent_so_far() == [["blocks.2.matrix"]], "while the pass continues"
     lab.accumulate("blocks.0.matrix", "blocks.2.norm", "blocks.1.norm", "head")
     assert lab.sent_so_far() == [["blocks.2.matrix"]], "the order is the same in every group"
     lab.accumulate("blocks.1.matrix")

@@ -110,7 +110,7 @@ def test_an_attention_backend_is_the_kernel_of_its_name(
 
 @pytest.mark.parametrize("foreach", [0, 1])
 def test_a_guard_holds_for_one_update_alone(foreach: int) -> None:
-    """What one step was told of scale and infinity is not the next one's."""
+    """The scale and the infinity of one step do not apply to the next one."""
     parameter = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     optimizer: Any = adamw.looped([{"params": [parameter], "weight_decay": 0.0}], 0.1, (0.0, 0.0), 1e-8, foreach)
     for found_inf, scale, moved in ((1.0, 4.0, 0.0), (0.0, 4.0, -0.1), (None, None, -0.2)):

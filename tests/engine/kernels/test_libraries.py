@@ -44,7 +44,7 @@ def assert_reference(op: str, kernel: Any) -> None:
 class Norm:
     @staticmethod
     def apply(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str, in_place: bool) -> Tensor:
-        """As Liger's: `in_place` writes the gradient over dy."""
+        """The interface of Liger: `in_place` writes the gradient over dy."""
         assert (offset, casting, in_place) == (0.0, "llama", False)
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
@@ -52,7 +52,7 @@ class Norm:
 class Turn:
     @staticmethod
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As Liger's: (B, H, S, E) in place, with tables (1, S, E)."""
+        """The interface of Liger: (B, H, S, E) in place, with tables (1, S, E)."""
         assert k.shape == (q.shape[0], 1, *q.shape[2:])
         assert cos.shape == sin.shape == (1, *q.shape[2:])
         first, second = q.chunk(2, dim=-1)
@@ -91,7 +91,7 @@ def test_ligers_loss_is_summed_without_ignored_targets(monkeypatch: pytest.Monke
 
 
 def gated_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float) -> tuple[Tensor, None]:
-    """As fla's: S_t = exp(g_t) S_(t-1) + k_t v_t^T, read by scale q_t; (B, S, H, N) and (B, S, H, P)."""
+    """The interface of fla: S_t = exp(g_t) S_(t-1) + k_t v_t^T, read by scale q_t; (B, S, H, N) and (B, S, H, P)."""
     state = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1])
     outputs = []
     for t in range(q.shape[1]):

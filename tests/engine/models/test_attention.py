@@ -15,7 +15,7 @@ from trainspec_cli.recipe.keys.model import DecoderModel, LatentAttentionSpec, R
 
 
 def written_out(q, k, v, window, sinks, documents=None):
-    """Over (B, S, H, E): every score, the mask, the softmax with the sink beside it."""
+    """Over (B, S, H, E): every score, the mask, the softmax with the sink."""
     seq, heads, size = q.shape[1:]
     k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bqhe,bkhe->bhqk", q, k) / math.sqrt(size)

@@ -120,7 +120,7 @@ def test_samples_are_judged_one_by_one():
 
 
 def soft_dice(weights, labels, num_classes):
-    """Of one sample, voxel by voxel."""
+    """Return the soft Dice of one sample, voxel by voxel."""
     shares = []
     for k in range(1, num_classes):
         common = sum(weights[k][at].item() for at in range(len(labels)) if labels[at] == k)

@@ -126,7 +126,7 @@ def test_the_balance_loss_is_in_the_gradients_and_not_in_the_output() -> None:
 
 
 def test_the_balance_loss_of_a_cut_sequence_is_that_of_the_whole() -> None:
-    """As context and sequence parallelism cut it: the counts are summed over the parts."""
+    """Context and sequence parallelism cut the sequence; the counts are summed over the parts."""
     whole, parts = (build(score="sigmoid", balance_loss=0.1).router for _ in range(2))
     x = tokens(1, 8).detach()
     _, weights = whole(x)

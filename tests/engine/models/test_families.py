@@ -70,7 +70,7 @@ PUBLISHED = {
     "mamba2_3b": 2_702_599_680,
     "nemotron_h_8b": 8_100_852_736,
 }
-"""Of the checkpoints that each model's file in conf/model names; DeepSeek-V3 without its prediction layer."""
+"""Parameters of the checkpoints named in each file of conf/model; DeepSeek-V3 without its prediction layer."""
 
 
 def without_prediction(model):

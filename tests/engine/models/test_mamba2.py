@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainspec_cli.engine.models.mamba2 import selective_scan
+from trainspec_cli.planner.workload.ssm import scan_gemms
+from trainspec_cli.recipe.keys.model import HybridModel
 
 
 def recurrence(x, dt, a, b, c):
@@ -52,3 +57,33 @@ def test_strong_decays_over_many_blocks_lose_no_digits() -> None:
     found_gradients = torch.autograd.grad(found.sum(), inputs)
     for gradient, wanted in zip(found_gradients, torch.autograd.grad(expected.sum(), exact), strict=True):
         assert float((gradient - wanted).norm() / wanted.norm()) < 1e-4
+
+
+class Products(TorchDispatchMode):
+    """Collects the products of batches of matrices: (batch, sorted rows and columns, inner dimension, is in fp32)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[object, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.bmm:
+            (batch, rows, inner), columns = args[0].shape, args[1].shape[2]
+            self.found.append((batch, tuple(sorted((rows, columns))), inner, args[0].dtype == torch.float32))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_planner_counts_the_products_of_the_scan() -> None:
+    """300 tokens are 3 blocks."""
+    model = HybridModel(
+        hidden_size=8, vocab_size=16, mamba_layers=1, mamba_head_dim=4, mamba_state_size=5, mamba_groups=2
+    )
+    heads = model.mamba_heads
+    shapes = [(2, 300, heads, 4), (2, 300, heads), (heads,), (2, 300, 2, 5), (2, 300, 2, 5)]
+    wide = [torch.float32 if place in (1, 2) else torch.bfloat16 for place in range(5)]
+    with Products() as made:
+        selective_scan(
+            *(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, wide, strict=True))
+        )
+    planned = scan_gemms(model, tokens=600.0, seq_len=300, tp=1)
+    assert [(one.count, tuple(sorted((one.m, one.n))), one.k, one.precise) for one in planned] == made.found

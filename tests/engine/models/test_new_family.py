@@ -63,7 +63,7 @@ def new_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunSpec]:
 def test_a_new_family_is_checked_by_the_rules_and_by_its_own_refusals(new_family: RunSpec) -> None:
     assert (check(new_family), check_engine(new_family)) == ([], [])
     wide = replace(new_family, layout=replace(new_family.layout, tp=2))
-    assert [problem.message for problem in check_engine(wide)] == ["`layout.tp` cannot be used: a mean is not cut"]
+    assert [problem.message.partition(": ")[2] for problem in check_engine(wide)] == ["a mean is not cut"]
     assert [problem.path for problem in check(replace(new_family, model=replace(new_family.model, ffn_size=0)))] == [
         "model.ffn_size"
     ]

@@ -1,4 +1,4 @@
-"""Blocks of one's own in a language model: what makes them, their first values, and what is refused."""
+"""User-defined blocks in a language model: their constructors, their first values, and the errors."""
 
 from __future__ import annotations
 
@@ -83,18 +83,18 @@ def test_another_number_of_parameters_is_refused_with_the_right_one(asked: int) 
         build_model(replace(OWN, block_params=asked), 8)
     (problem,) = raised.value.problems
     assert problem.path == "model.block_params"
-    assert problem.hint == f"set model.block_params={BLOCK_PARAMS}; every layer must have the same number"
+    assert f"model.block_params={BLOCK_PARAMS};" in problem.hint
 
 
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        ("self.one = nn.Parameter(torch.zeros(()))", "parameter `one` has no dimension"),
-        ("self.mix.weight.requires_grad_(False)", "parameter `mix.weight` is not trained"),
-        ("self.half()", "parameter `mix.weight` is torch.float16"),
-        ("self.twin = self.mix.weight", "parameters include the same tensor under two names"),
-        ("self.mask = torch.ones(3)", "attribute `mask` is a tensor that is neither parameter nor buffer"),
-        ("raise ValueError('no')", "raised ValueError: no when the block of layer 0 was created"),
+        ("self.one = nn.Parameter(torch.zeros(()))", "`one` has no dimension"),
+        ("self.mix.weight.requires_grad_(False)", "`mix.weight` is not"),
+        ("self.half()", "`mix.weight` .*float16"),
+        ("self.twin = self.mix.weight", "under two names"),
+        ("self.mask = torch.ones(3)", "attribute `mask`"),
+        ("raise ValueError('no')", "ValueError: no .* layer 0"),
     ],
 )
 def test_blocks_that_cannot_be_sharded_or_moved_are_refused(
@@ -114,7 +114,7 @@ def test_an_error_in_a_step_names_the_line_of_the_block(own: Callable[..., OwnMo
     model = filled(own(forward="if x.shape[1] == 3: raise ValueError('three')"))
     tokens = torch.zeros((1, 4), dtype=torch.int64)
     model(tokens)
-    with pytest.raises(WorkerError, match=r"raised ValueError: three in a step \(.*block0.py:12, in forward"):
+    with pytest.raises(WorkerError, match=r"ValueError: three .*block0\.py:12,"):
         model(tokens[:, :3])
 
 

@@ -13,7 +13,7 @@ from trainspec_cli.run.folder.event_types.events import PARTS
 
 
 class Time:
-    """Passes when it is told to."""
+    """A clock that the test advances."""
 
     def __init__(self):
         self._now_s = 100.0
@@ -82,8 +82,8 @@ def test_a_restart_forgets_what_came_before(time):
 
 
 def test_exchanges_beside_the_computation_are_exposed_where_nothing_is_computed(time):
-    """Injected: 3 s of an exchange, of which the backward hides 1.5; 0.5 s of a later one that the optimizer hides; and
-    0.25 s of waiting within the first."""
+    """Injected: 3 s of an exchange, 1.5 of them hidden by the backward; 0.5 s of a later one that the optimizer hides;
+    and 0.25 s of waiting within the first."""
     clock = StepClock(torch.device("cpu"))
     clock.restart()
     with clock.part("backward"):

@@ -179,7 +179,7 @@ def test_a_connection_s_bytes_are_counted_between_two_cuts(monkeypatch):
 
 @pytest.mark.parametrize("segments", [1, 40])
 def test_a_connection_that_takes_the_descriptor_of_a_closed_one_is_not_taken_for_it(monkeypatch, segments):
-    """As where a peer's process dies and another one joins; the counters of the new one may be behind or ahead."""
+    """It happens if a peer's process dies and another one joins; the counters of the new one may be behind or ahead."""
     listener = socket.create_server(("127.0.0.1", 0))
     closed, opened = (socket.create_connection(listener.getsockname()) for _ in range(2))
     peers = [listener.accept()[0] for _ in range(2)]

@@ -112,7 +112,7 @@ def test_a_profiler_that_runs_already_is_left_alone_and_said(steps):
         rank.supervisor.deliver(SPIN)
         rank.until(lambda: rank.events)
         assert torch.autograd._profiler_enabled()
-    assert isinstance(rank.events[0], WarningEvent) and "no profile was recorded" in rank.events[0].message
+    assert isinstance(rank.events[0], WarningEvent) and "no profile" in rank.events[0].message
 
 
 def test_a_full_disk_ends_no_training(steps, monkeypatch):
@@ -125,5 +125,5 @@ def test_a_full_disk_ends_no_training(steps, monkeypatch):
     rank.supervisor.deliver(SPIN)
     rank.until(lambda: rank.events)
     look = rank.events[0].look
-    assert look.file is None and look.notes == ("the trace could not be written: No space left on device",)
+    assert look.file is None and look.notes[0].endswith(": No space left on device") and len(look.notes) == 1
     assert look.operations

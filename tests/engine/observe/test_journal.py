@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from lab.problems import raises
 
 from trainspec_cli.core.environment_names import GENERATION
 from trainspec_cli.core.errors import WorkerError
@@ -132,7 +133,7 @@ def test_a_journal_of_an_older_start_is_closed_to_it(journal, tmp_path, monkeypa
     run_dir = RunDir(tmp_path / "run")
     monkeypatch.setenv(GENERATION, str(generations.begin(run_dir)))
     generations.begin(run_dir)
-    with pytest.raises(WorkerError, match="start 2 owns the run now"):
+    with raises(WorkerError, generations.FENCED, "start 2 owns"):
         journal().write(STEP)
     assert list(read_events(run_dir.events(0))) == []
 

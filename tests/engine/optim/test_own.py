@@ -1,4 +1,4 @@
-"""An optimizer of one's own: its updates, its state in checkpoints, and what is refused before a run."""
+"""A user-defined optimizer: its updates, its state in checkpoints, and the errors before a run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lab.problems import raises
 
 from trainspec_cli.core.errors import RecipeError, TrainspecError, WorkerError
 from trainspec_cli.engine.checkpoint.files import Held
@@ -109,8 +110,8 @@ def test_a_class_of_torch_trains_as_it_does_alone() -> None:
 @pytest.mark.parametrize("saved_at", [1, 3])
 @pytest.mark.parametrize("name", ["lion", "torch.optim:NAdam", "torch.optim:Adagrad"])
 def test_a_run_goes_on_from_its_checkpoint_to_the_bit(tmp_path: Path, lion: Any, name: str, saved_at: int) -> None:
-    """Also of an optimizer that counts in Python's numbers, of one that makes its state at once, and from a checkpoint
-    before the first update, which was skipped."""
+    """Also of an optimizer that counts in Python's numbers, of one that creates its state immediately, and from a
+    checkpoint before the first update, which was skipped."""
     wanted = {"lion": 4.0, "torch.optim:NAdam": 8.0, "torch.optim:Adagrad": 4.0}[name]
     name = lion() if name == "lion" else name
     whole, before, after = (shares_of() for _ in range(3))
@@ -126,7 +127,7 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_bit(tmp_path: Path, lion: Any,
 
 
 def test_a_state_that_is_loaded_over_that_of_later_updates_is_taken(lion: Any) -> None:
-    """As where a replica group heals: also one from before the first update."""
+    """This happens if a replica group heals, even with a state from before the first update."""
     name, shares, fresh = lion(), shares_of(), shares_of()
     optimizer = build(shares, name, state_bytes=4.0)
     start = Held(shares, [], optimizer).tensors()
@@ -143,11 +144,11 @@ def test_a_state_that_is_loaded_over_that_of_later_updates_is_taken(lion: Any) -
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("p.mul_(1 / (1 + p.norm()))", "it is not elementwise"),
-        ("state['row'] = torch.zeros(2)", "keeps `row`, a tensor of (2,), for a parameter of"),
-        ("state['more'] = [1]", "keeps `more`, list, for a parameter of"),
-        ("state[str(state['updates'])] = 1", "changes which state entries exist between updates"),
-        ("raise ValueError('boo')", "raised ValueError: boo in an update of small tensors before the run ("),
+        ("p.mul_(1 / (1 + p.norm()))", "elementwise"),
+        ("state['row'] = torch.zeros(2)", "keeps `row`, a tensor of (2,)"),
+        ("state['more'] = [1]", "keeps `more`, list"),
+        ("state[str(state['updates'])] = 1", "state entries"),
+        ("raise ValueError('boo')", "raised ValueError: boo "),
     ],
 )
 def test_what_cannot_be_trained_with_is_refused_before_the_run(lion: Any, body: str, words: str) -> None:
@@ -157,19 +158,17 @@ def test_what_cannot_be_trained_with_is_refused_before_the_run(lion: Any, body: 
 
 
 def test_the_bytes_of_state_are_measured(lion: Any) -> None:
-    with pytest.raises(
-        RecipeError, match=r"`optim.state_bytes` is 8, but .* needs 4 bytes of state per parameter"
-    ) as caught:
+    with raises(RecipeError, "contradiction", " 8, ", " 4 bytes", path="optim.state_bytes") as caught:
         build(shares_of(), lion(), state_bytes=8.0)
-    assert caught.value.problems[0].hint == "set optim.state_bytes=4"
+    assert "optim.state_bytes=4" in caught.value.problems[0].hint
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("if p.shape == (4, 3): raise ValueError('boo')", "raised ValueError: boo in an update"),
-        ("if p.shape == (4, 3): state['average'] = p.sum()", "stores `average` in a different form than in its first"),
-        ("group['d'] = p.numel()", "changed `d` of its parameter groups, which checkpoints do not store"),
+        ("if p.shape == (4, 3): raise ValueError('boo')", "raised ValueError: boo "),
+        ("if p.shape == (4, 3): state['average'] = p.sum()", "stores `average`"),
+        ("group['d'] = p.numel()", "changed `d`"),
     ],
 )
 def test_what_goes_wrong_in_a_step_is_said_in_its_own_words(lion: Any, body: str, words: str) -> None:
@@ -192,5 +191,5 @@ def test_memory_that_runs_out_is_no_fault_of_the_code(lion: Any) -> None:
 
 def test_what_is_no_optimizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def make(groups, lr): return 3\n")
-    with pytest.raises(TrainspecError, match=r"returned int; expected a torch\.optim\.Optimizer"):
+    with pytest.raises(TrainspecError, match=r" int; .*Optimizer"):
         build(shares_of(), f"{tmp_path}/own.py:make", state_bytes=0.0)

@@ -1,4 +1,4 @@
-"""`layout_worker.py FILE RANK RANKS NAME...`: one of so many ranks that compute a step's gradients in each layout that
+"""`layout_worker.py FILE RANK RANKS NAME...`: one of RANKS ranks that compute a step's gradients in each layout that
 is named; and alone.
 
 For each layout it prints the loss, this rank's share of the squared norm, the relative error (Euclidean) of the
@@ -65,7 +65,7 @@ CASES = {
     "experts": Case("latent", Layout(dp_shard=2, ep=2), micro_batch_size=2),
 }
 ADAPTED = {"zero 2", "interleaved", "plain tensor"}
-"""Trained by adapters, each of them beside the whole weights."""
+"""Trained by adapters, each in addition to the whole weights."""
 
 UNEVEN = {
     "uneven zero 3": (Case("dense", Layout(dp_shard=2), micro_batch_size=2), (3.0, 1.0)),
@@ -128,7 +128,7 @@ OVERLAPPED = {
     *("zero 2", "zero 1", "uneven zero 3", "uneven replicas", "empty zero 3", "uneven experts"),
     *("uneven replicas of experts", "adapters, zero 2", "int8 zero 3", "int4 zero 1", "int4 replicas", "even resnet"),
 }
-"""Their gradients are compared bit by bit: summed beside the backward, and each waited for; in buckets of each size."""
+"""Their gradients are compared bit by bit: summed during the backward, and each waited for; in buckets of each size."""
 
 
 IN_TIERS = Blueprint(

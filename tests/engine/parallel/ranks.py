@@ -13,7 +13,7 @@ import torch
 
 
 class Ranks:
-    """As many threads as ranks in one process, and what they exchange."""
+    """One thread per rank in one process, and their exchanges."""
 
     def __init__(self, size: int):
         self.size, self.barrier = size, threading.Barrier(size)

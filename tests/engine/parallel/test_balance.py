@@ -19,7 +19,7 @@ from trainspec_cli.recipe.keys.model import ExpertSpec
 
 
 class Others:
-    """Peers of which the others hold `extra`."""
+    """A group whose other members hold `extra`."""
 
     def __init__(self, *extra: float):
         self.extra, self.exchanges = torch.tensor(extra), 0

@@ -73,7 +73,7 @@ def test_attention_over_ranks_is_plain_attention(
 
 
 def test_a_ring_sends_to_the_next_rank_and_receives_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their numbers among all ranks; the ring of ranks 3, 5 and 9 closes."""
+    """Peers are named by their numbers among all ranks; the ring of ranks 3, 5 and 9 closes."""
     asked: list[tuple[str, int]] = []
     waited: list[int] = []
     dist = SimpleNamespace(

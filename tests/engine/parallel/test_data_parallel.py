@@ -77,7 +77,7 @@ def test_over_one_rank_input_and_output_are_one_buffer() -> None:
 
 
 class Module:
-    """Notes what FSDP2 is told."""
+    """Records the calls to FSDP2."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []

@@ -1,4 +1,4 @@
-"""Sums beside the backward: what is exchanged when, by whom it is waited for, and what FSDP2 finds meanwhile."""
+"""Sums during the backward: the order of the exchanges, who waits for them, and what FSDP2 finds meanwhile."""
 
 from __future__ import annotations
 

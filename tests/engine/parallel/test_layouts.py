@@ -14,9 +14,9 @@ from lab.ranks import outputs
 
 WORKER = Path(worker.__file__)
 FP32 = 5e-6
-"""Of the Euclidean norm: sums in other orders, and the sharded gradients' exchange in fp32."""
+"""Error relative to the Euclidean norm: sums in other orders, and the exchange of sharded gradients in fp32."""
 UNEVEN_FP32 = 1e-6
-"""Of decoders and hybrids, for each parameter. In convolutions the sums of some, such as the bias of the stem's norm,
+"""For each parameter of decoders and hybrids. In convolutions the sums of some, such as the bias of the stem's norm,
 cancel: one process in fp32 is there as far from fp64, by 3e-6 and more, as two are, with even shares and uneven ones.
 All parameters together keep within it in every family."""
 BOUNDS = {
@@ -111,7 +111,7 @@ def test_four_ranks_sum_the_same_bits_and_their_noise_shows_too(four_ranks: Rank
 
 
 def check_bits(ranks: Ranks) -> None:
-    """Whether or not the backward waits for them, and whatever the size of buckets."""
+    """The bits do not depend on whether the backward waits for the sums, or on the size of buckets."""
     sizes = ("waited for", "overlapped", "pairs", "all at once")
     assert [rank["same_bits"] for rank in ranks] == [dict.fromkeys(sizes, True)] * len(ranks)
 
@@ -127,7 +127,7 @@ def test_replicas_on_several_nodes_are_summed_inside_each_first(four_ranks: Rank
 
 def check_noise(ranks: Ranks, name: str) -> None:
     """Each part's gradient, before it is summed, is what one process computes of the part's samples alone; experts that
-    ep spreads, and the number of parts, are told apart."""
+    ep spreads, and the number of parts, are distinguished."""
     found = [sum(shares) for shares in zip(*(rank["noise"] for rank in ranks), strict=True)]
     (alone,) = [rank["noise_alone"] for rank in ranks if rank["noise_alone"] is not None]
     assert found == pytest.approx(alone, rel=1e-6)

@@ -21,7 +21,7 @@ MESSAGE = torch.zeros(3, 5)
 
 
 class Network:
-    """A message is there `delays_s[sender, receiver]` after it was sent; receipts are there at once."""
+    """A message is there `delays_s[sender, receiver]` after it was sent; receipts are there immediately."""
 
     def __init__(self) -> None:
         self.delays_s: dict[tuple[int, int], float] = {}

@@ -1,4 +1,4 @@
-"""Which gradients are looked at, and what a part is. `test_layouts.py` compares the norms with those of one process."""
+"""The gradients that count for the noise, and their parts. `test_layouts.py` compares the norms with one process."""
 
 from __future__ import annotations
 
@@ -76,5 +76,5 @@ def test_a_step_that_is_not_looked_at_exchanges_nothing() -> None:
 def test_a_buffer_of_another_length_is_an_error() -> None:
     probe = probe_of()
     probe.weigh(None)
-    with pytest.raises(AssertionError, match="all trained parameters have gradients"):
+    with pytest.raises(AssertionError, match="have gradients"):
         probe.add(torch.ones(3), Columns(1, (2,), ("own",), experts=False))

@@ -1,4 +1,4 @@
-"""The order in which the backward pass of regions runs with an exchange in progress, and its bits."""
+"""The order of the backward pass of regions during an exchange, and its bits."""
 
 from __future__ import annotations
 

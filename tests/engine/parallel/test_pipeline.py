@@ -74,7 +74,7 @@ def step(net: nn.Module, seed: int, between: Callable[[], None] = lambda: None) 
 
 @pytest.mark.parametrize(("bias", "compiled"), slow_after(2, [(False, False), (True, False), (True, True)]))
 def test_weights_gradients_come_when_their_micro_batch_is_worked_off(bias: bool, compiled: bool) -> None:
-    """As a schedule asks for it: after the forward, when a compiler has already traced the backward."""
+    """Schedules request this after the forward, when a compiler has already traced the backward."""
     plain, split, queue = model(bias), model(bias), WeightQueue()
     queue.apply(split)
     torch._dynamo.utils.counters.clear()
@@ -128,7 +128,7 @@ def test_messages_come_from_their_senders_and_go_by_the_line_of_their_direction(
         *(("receive", up, 0), ("wait",), ("send", up, 2)),
         *(("receive", "down", 2), ("wait",), ("send", "down", 0)),
         *(("wait",), ("wait",)),
-    ], "what is received is awaited at once, and what was sent at the end"
+    ], "receives are awaited immediately, sends at the end"
     mail.end()
     assert len(asked) == 8
 

@@ -17,7 +17,7 @@ from trainspec_cli.recipe.keys.run import Recompute
 
 MODEL = DecoderModel(1, 16, 2, 1, 8, 24, 32)
 MATRICES = 7
-"""Of a block: queries, keys, values, the output, the gate, up and down."""
+"""The matrices of a block: queries, keys, values, the output, the gate, up and down."""
 
 
 class Counting(TorchDispatchMode):

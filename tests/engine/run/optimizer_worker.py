@@ -25,7 +25,7 @@ from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 CPU = torch.device("cpu")
 TOKENS, SAMPLES, STEPS = 16, 4, 3
 EVERY = 7
-"""Of so many weights one is printed."""
+"""One of this many weights is printed."""
 DENSE = DecoderModel(2, 66, 2, 2, 32, 96, 80)
 """66 rows do not divide by 4."""
 MODELS = {

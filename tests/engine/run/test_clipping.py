@@ -49,7 +49,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def pair(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By rank and layout, of the same step made by two ranks."""
+    """Return the results of the same step on two ranks, by rank and layout."""
     rendezvous = tmp_path_factory.mktemp("pair") / "rendezvous"
     given = [str(rendezvous), json.dumps(LAYOUTS), str(alone["norm"] / 2)]
     return [json.loads(text) for text in outputs(WORKER, [(rank, *given) for rank in range(2)])]

@@ -1,4 +1,4 @@
-"""Which samples a replica group takes for each step, as this rank's micro-batches."""
+"""The samples of a replica group in each step, as this rank's micro-batches."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_only_group_takes_the_whole_batch_from_where_the_run_is(tmp_path: Pa
 
 
 def test_the_only_group_takes_what_the_schedule_says_up_to_the_last_sample(tmp_path: Path) -> None:
-    """5 steps of 7 samples become 7, 9, 9, and the 10 of which a step of 9 would leave too few for another."""
+    """5 steps of 7 samples become 7, 9, 9, and 10, because a step of 9 would leave too few for another."""
     run = run_of(tmp_path, 0, 5, Layout(), BatchScheduleSpec(kind="ramp", stages=(RampStage(BATCH, 9),)))
     source = Numbered()
     group, pace, progress, read = Coordinator(run, source), StepPace(run.plan.spec), TrainProgress(), []
@@ -143,7 +143,7 @@ def test_the_only_group_takes_what_the_schedule_says_up_to_the_last_sample(tmp_p
 
 
 def test_a_new_division_holds_from_the_next_step_on(open_rank: Open) -> None:
-    """What was foreseen by the old one is read again."""
+    """Samples read ahead for the old one are read again."""
     ranks = [open_rank(rank, 4, dp_replicate=2) for rank in range(2)]
     assert [numbers(rank.read((0, 4), (4, 4))[1]) for rank in ranks] == [[[0, 1]], [[2, 3]]]
     for rank in ranks:
@@ -152,7 +152,7 @@ def test_a_new_division_holds_from_the_next_step_on(open_rank: Open) -> None:
 
 
 def test_another_layout_is_read_for_from_the_next_step_on(open_rank: Open) -> None:
-    """What was read ahead for the layout before is read again, also where a rank has the same samples."""
+    """Samples read ahead for the previous layout are read again, even if a rank has the same ones."""
     coordinator = open_rank(0, 4, dp_replicate=2)
     run, source = coordinator._run, coordinator._source
     assert isinstance(source, Numbered)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lab.engine_runs import CPU, MACHINE, fill
+from lab.problems import raises
 
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.build.assemble import build_train_state
@@ -77,13 +78,13 @@ def test_a_model_whose_logits_are_not_finite_cannot_write(state: TrainState) -> 
     with torch.no_grad():
         for share in state.shares:
             share.local.fill_(torch.nan)
-    with pytest.raises(WorkerError, match="the model cannot generate text: its logits are not finite") as caught:
+    with raises(WorkerError, "not_finite", "logits") as caught:
         write_text(state, [1], count=1, temperature=0.0, max_context=CONTEXT, seed=0)
-    assert (caught.value.problems[0].code, caught.value.problems[0].hint) == ("not_finite", REMEDY)
+    assert caught.value.problems[0].hint == REMEDY
 
 
 def logits_of(monkeypatch: pytest.MonkeyPatch, length: int, longest: int, **about: Any) -> tuple[list[int], Any]:
-    """-> (what the model is given after so many tokens, counted from 1; the logits)."""
+    """-> (the inputs of the model by number of tokens, from 1; the logits)."""
     seen: list[int] = []
 
     def forward(_stages: object, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Replica groups as threads: whatever dies, comes back or fails, every sample is taken once and all groups agree.
+"""Replica groups as threads: whatever dies, returns or fails, every sample is taken once and all groups agree.
 
 A group's model is a count of the samples that it has seen: its gradient is one at each position that it reads, so that
 the weights tell which samples the steps that counted were made of.
@@ -67,7 +67,7 @@ class Group:
         self.router = SimpleNamespace(tokens_per_expert_E=torch.zeros(2))
         self.noise = torch.zeros(4, dtype=torch.float64)
         self.across: list[tuple[float, float, float]] = []
-        """What each exchange with the other groups has shown of the links: (bytes, seconds, seconds of waiting)."""
+        """Measurements of each exchange with the other groups: (bytes, seconds, seconds of waiting)."""
         state = SimpleNamespace(
             clock=StepClock(CPU),
             device=CPU,
@@ -187,7 +187,7 @@ class Lab:
         self.speeds: dict[int, float] = {}
         """Samples that a group computes a second, which it knows after a step; others never know theirs."""
         self.is_sampled: Callable[[int], bool] = lambda step: False
-        """Whether the first group shows the links in the step after so many updates."""
+        """True if the first group measures the links in the step after this number of updates."""
 
     def reached(self, group: Group, phase: str, step: int) -> None:
         if act := self.acts.pop((group.number, phase, step), None):
@@ -289,7 +289,7 @@ def test_a_step_that_loses_a_group_is_made_again_by_the_others(lab: Callable[...
 
 
 def test_a_step_whose_passes_are_cut_short_after_a_packet_went_is_made_again_by_all(lab: Callable[..., Lab]) -> None:
-    """The group that ran out of memory goes on in place; the others have what it sent before."""
+    """The group that ran out of memory continues in place; the others have what it sent before."""
     trial = lab(3)
     trial.acts[1, "passes", 4] = run_out
     _, short, _ = trial.start_all()
@@ -311,7 +311,7 @@ def test_passes_that_are_cut_short_before_anything_was_sent_cost_the_others_noth
 
 
 def test_what_a_packet_loses_in_few_bits_is_added_to_the_same_packet_of_the_next_step() -> None:
-    """Packets are told apart by their number, also those of one size."""
+    """Packets of the same size are distinguished by their number."""
     asked: list[Any] = []
     compression = SimpleNamespace(of=lambda *given, **how: asked.append((given, how)) or "format")
     membership = SimpleNamespace(sum_=lambda *given: asked.append(given))
@@ -402,7 +402,7 @@ def test_a_group_whose_exchange_fails_after_the_others_heals_from_them(lab: Call
 
 @pytest.mark.parametrize("seed", slow_after(2, range(8)))
 def test_random_deaths_and_returns(lab: Callable[..., Lab], seed: int) -> None:
-    """Groups die anywhere, up to all but one, and come back at once."""
+    """Groups die anywhere, up to all but one, and return immediately."""
     trial, generator = lab(3), random.Random(seed)
     for step in generator.sample(range(1, STEPS), 5):
         trial.acts[generator.randrange(2), generator.choice(["take", "passes", "reduce", "commit"]), step] = die
@@ -505,7 +505,7 @@ def test_a_flipped_bit_ends_every_group_and_names_the_wrong_one(
     trial.wait()
     for group in trial.started:
         assert isinstance(group.error, WorkerError) and group.error.problems[0].code == "diverged"
-        assert f"the parameters of {named} from the other groups' after step 4" in str(group.error)
+        assert f"{named} " in str(group.error) and "after step 4" in str(group.error)
 
 
 @pytest.mark.parametrize(("interval", "found_after"), [(5, 5), (None, None)])
@@ -521,7 +521,7 @@ def test_weights_are_compared_every_so_many_steps_or_never(
         assert told == {"None"}
         assert {group.progress.step for group in trial.started} == {STEPS}
     else:
-        assert all(f"from the other groups' after step {found_after}" in words for words in told)
+        assert all(f"after step {found_after}" in words for words in told)
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 3 / BATCH), ("sqrt", (3 / BATCH) ** 0.5), ("none", 1.0)])
@@ -547,9 +547,9 @@ def given(trial: Lab) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("speeds", "counts", "reason", "before_s", "expected_s"),
     [
-        ((30.0, 10.0, 30.0), (3, 1, 3), "replica group 1 computes 10 samples per second (median: 30)", 0.2, 0.1),
-        ((10.0, 10.0, 50.0), (1, 1, 5), "replica group 2 computes 50 samples per second (median: 10)", 0.3, 0.1),
-        ((30.0, 10.0, 0.0), (4, 1, 2), "replica group 1 computes 10 samples per second (median: 20)", 0.2, 4 / 30),
+        ((30.0, 10.0, 30.0), (3, 1, 3), ("group 1 ", " 10 samples ", "30)"), 0.2, 0.1),
+        ((10.0, 10.0, 50.0), (1, 1, 5), ("group 2 ", " 50 samples ", "10)"), 0.3, 0.1),
+        ((30.0, 10.0, 0.0), (4, 1, 2), ("group 1 ", " 10 samples ", "20)"), 0.2, 4 / 30),
     ],
     ids=["a slow group", "a fast group", "an unknown rate is the usual one"],
 )
@@ -557,7 +557,7 @@ def test_groups_take_samples_by_their_speed(
     lab: Callable[..., Lab],
     speeds: tuple[float, ...],
     counts: tuple[int, ...],
-    reason: str,
+    reason: tuple[str, ...],
     before_s: float,
     expected_s: float,
 ) -> None:
@@ -573,7 +573,7 @@ def test_groups_take_samples_by_their_speed(
     assert (directive["type"], directive["kind"], directive["step"], directive["applied"]) == (
         *("directive", "group_shares", 1, True),
     )
-    assert (tuple(directive["counts"]), directive["reason"]) == (counts, reason)
+    assert tuple(directive["counts"]) == counts and all(fact in directive["reason"] for fact in reason)
     assert (directive["before_s"], directive["expected_s"]) == pytest.approx((before_s, expected_s))
     assert [event["number"] for event in trial.log("directive")] == [directive["number"]], "the run's log has it too"
 

@@ -1,4 +1,4 @@
-"""What a step that is not committed leaves behind."""
+"""The state after a step that is not committed."""
 
 from types import SimpleNamespace
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from lab.engine_runs import CPU, MACHINE, DrawnTokens, begin_folder, events_of, fill, run_of, trainer_of, with_spec
+from lab.problems import raises
 from torch import Tensor
 
 from trainspec_cli.balance.batch.division import Division, OwnSamples
@@ -171,7 +172,7 @@ def test_an_ordinary_run_makes_each_step_once_and_leaves_its_result(context: Tra
 
 
 def test_a_change_of_the_layout_is_seen_by_all_that_take_part_in_a_step(context: TrainingRun) -> None:
-    """From the fourth step on both samples are one micro-batch, of a state in other tensors."""
+    """From step 4, both samples are one micro-batch, of a state in other tensors."""
     before = context.plan
     other = PlannedLayout(3, replace(before.layout, zero_stage=1), micro_batch_size=2, grad_accum_steps=1)
     context.plan = replace(before, changes=(other,), memory_ladder=build_ladder(before.memory_setting))
@@ -241,9 +242,8 @@ def test_a_run_whose_heldout_loss_does_not_fall_any_more_is_done(context: Traini
     result = read_json(run.run_dir.result_json)
     assert (result["status"], result["exit_code"], result["steps"]) == ("done", 0, 4)
     (message,) = warnings(run)
-    assert message == (
-        "the run ends here: the held-out loss was lowest, 3, at step 2, and has not improved in 2 evaluations"
-    )
+    for fact in ("lowest, 3, at step 2,", " 2 evaluations"):
+        assert fact in message
     assert run.run_dir.checkpoint_steps() == [4]
 
 
@@ -262,7 +262,7 @@ def test_an_early_end_that_died_before_it_was_done_ends_again(
     assert [event["step"] for event in events_of(run, "step")] == [1, 2, 3, 4]
     result = read_json(run.run_dir.result_json)
     assert (result["status"], result["steps"], result["heldout_loss"]) == ("done", 4, 3.1)
-    assert warnings(run)[1:] == [f"{warnings(run)[0]}; train.early_stop_evals=null continues training"]
+    assert len(warnings(run)) == 2 and warnings(run)[1].startswith(f"{warnings(run)[0]}; train.early_stop_evals=null ")
 
 
 def test_a_run_that_ended_early_trains_on_where_that_is_asked_for(context: TrainingRun) -> None:
@@ -292,9 +292,8 @@ def test_a_heldout_loss_that_rises_is_said_once(context: TrainingRun) -> None:
     train(run, source)
     (said,) = events_of(run, "warning")
     assert said["step"] == 3
-    assert said["message"].startswith(
-        "the held-out loss is rising: it was lowest, 3, at step 1; checkpoint.keep_best=true"
-    )
+    for fact in ("lowest, 3, at step 1; ", "checkpoint.keep_best=true"):
+        assert fact in said["message"]
 
 
 def test_a_sample_is_that_of_the_step_it_was_written_after(
@@ -510,7 +509,7 @@ def test_a_batch_that_grows_beyond_the_noise_leaves_one_warning(one_process: Non
     assert [event["samples"] for event in events_of(run, "step")] == [2, 2, 6, 6, 20, 20, 4]
     (warning,) = events_of(run, "warning")
     assert warning["step"] == 5
-    assert "grown to 20 samples, more than half the gradient noise scale (15 over 3 steps)" in warning["message"]
+    assert "to 20 samples" in warning["message"] and "(15 over 3 steps)" in warning["message"]
 
 
 def test_a_constant_batch_reports_the_noise_and_keeps_none_of_it(context: TrainingRun, noisy: None) -> None:
@@ -595,7 +594,7 @@ def test_a_skipped_update_is_told_of_and_harms_nothing(context: TrainingRun, not
     not_finite(3)
     train(context)
     (warning,) = events_of(context, "warning")
-    assert (warning["step"], warning["message"]) == (3, "loss or gradient not finite: update skipped")
+    assert warning["step"] == 3 and "update skipped" in warning["message"]
     assert [event["step"] for event in events_of(context, "step") if event["skipped"]] == [3]
     assert read_json(context.run_dir.result_json)["status"] == "done"
 
@@ -606,7 +605,7 @@ def test_a_run_that_skips_as_many_updates_as_are_allowed_ends(
     not_finite(3, 4)
     bounded = with_spec(context, train=TrainSection(max_steps=STEPS, max_skipped_steps=2))
     trainer = trainer_of(bounded, evaluated())
-    with pytest.raises(WorkerError, match="for 2 steps in a row, up to step 4"):
+    with raises(WorkerError, "not_finite", "for 2 steps", "up to step 4"):
         trainer.train()
     trainer.watch.close()
     assert not context.run_dir.result_json.exists()
@@ -619,7 +618,7 @@ def test_a_model_that_came_to_nothing_leaves_no_checkpoint_of_it(
     monkeypatch.setattr(source, "evaluate", lambda step: EvalEvent(step=step, heldout_loss=float("nan")))
     failing = with_spec(context, checkpoint=CheckpointSpec(interval_steps=4, mode="sync"))
     trainer = trainer_of(failing, source)
-    with pytest.raises(WorkerError, match="the held-out loss after the last step is not finite"):
+    with raises(WorkerError, "not_finite", "held-out loss"):
         trainer.train()
     trainer.watch.close()
     assert context.run_dir.checkpoint_steps() == [4]
@@ -644,7 +643,7 @@ def test_a_leak_is_a_warning_of_its_step(context: TrainingRun, monkeypatch: pyte
 def test_allocations_are_those_of_the_step_alone(
     context: TrainingRun, source: DrawnTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the device had given before a step is not counted again."""
+    """Memory that was allocated before a step is not counted again."""
     counts = iter([100, 100, 103, 103, 110, 110, 110])
     monkeypatch.setattr("trainspec_cli.engine.run.trainer.device_allocations", lambda device: next(counts))
     monkeypatch.setattr(source.staging, "cut", Traffic)

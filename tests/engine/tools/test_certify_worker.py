@@ -79,7 +79,7 @@ def test_images_have_a_label_each_or_one_for_every_voxel(family: str, shapes: tu
 
 
 class Steps:
-    """Stand-ins of what training calls, which note what they are asked."""
+    """Stand-ins of the functions that training calls, which record the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.drawn, self.clipped, self.tokens, self.saved = [], [], [], []

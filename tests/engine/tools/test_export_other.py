@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from lab.problems import raises
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -98,7 +99,7 @@ def test_torch_itself_loads_what_is_written(write: Any, tmp_path: Path) -> None:
 
 
 def reverse_permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """As torchtitan's adapter turns the rows of Hugging Face's queries and keys."""
+    """Permute the rows of Hugging Face's queries and keys as torchtitan's adapter does."""
     rows, columns = weight.shape
     return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
@@ -125,7 +126,7 @@ def test_older_names_and_a_training_checkpoint_are_read_too(write: Any, tmp_path
 
 
 def test_a_rank_reads_its_own_part_of_what_several_ranks_wrote(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boxes of three rows each, of which some hold parts of two heads."""
+    """Boxes of three rows each; some hold parts of two heads."""
 
     def boxes(tensor: Any) -> Any:
         rows = tensor.shape[0]
@@ -166,16 +167,14 @@ def test_litgpts_config_says_what_the_model_is(scaling: Any, tmp_path: Path) -> 
     (tmp_path / "model_config.yaml").write_text(litgpt_config.write_config(model, 16))
     assert build(DecoderModel, read_other_model(tmp_path)) == (model, [])
     (tmp_path / "model_config.yaml").write_text("norm_class_name: LayerNorm\n")
-    with pytest.raises(
-        RecipeError, match=r"has `norm_class_name` 'LayerNorm'; the engine's decoder supports 'RMSNorm'"
-    ):
+    with raises(RecipeError, "unsupported", "`norm_class_name` 'LayerNorm'", "'RMSNorm'"):
         read_other_model(tmp_path)
 
 
 def test_a_distributed_checkpoint_needs_a_config_to_say_its_model(write: Any) -> None:
     model = MODELS["qwen3"]
     folder, _ = write(model, "torchtitan")
-    with pytest.raises(RecipeError, match=r"has weights without config\.json"):
+    with pytest.raises(RecipeError, match=r" without config\.json"):
         read_other_model(folder)
     (folder / "config.json").write_text(json.dumps(write_config(model, 16, "float32")))
     read = build(DecoderModel, read_other_model(folder))[0]
@@ -185,7 +184,7 @@ def test_a_distributed_checkpoint_needs_a_config_to_say_its_model(write: Any) ->
 def test_nanogpt_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "ckpt.pt").touch()
     for read in (lambda: read_other_model(tmp_path), lambda: open_other(tmp_path, MODELS["llama"])):
-        with pytest.raises(RecipeError, match="nanoGPT, whose layers have LayerNorm and learned position embeddings"):
+        with raises(RecipeError, "unsupported", "nanoGPT", path="init.from"):
             read()
 
 
@@ -196,9 +195,9 @@ def test_tensors_that_are_not_the_models_are_named(write: Any, tmp_path: Path) -
     told = [problem.message for problem in raised.value.problems]
     assert told[0].startswith(f"{folder} lacks model.layers.0.self_attn.q_norm.weight")
     assert "lacks: model.layers.1." in told[1]
-    assert "mlp.gate_proj.weight is 24 x 16 but should be 32 x 16" in told[2]
+    assert "mlp.gate_proj.weight is 24 x 16 " in told[2] and "32 x 16" in told[2]
     dcp.save({"some": torch.zeros(2)}, checkpoint_id=tmp_path / "other", no_dist=True)
-    with pytest.raises(RecipeError, match=r"contains none of model\.embed_tokens\.weight, .*, but some"):
+    with raises(RecipeError, "bad_checkpoint", " model.embed_tokens.weight, ", ", but some", path="init.from"):
         open_other(tmp_path / "other", MODELS["llama"])
 
 
@@ -224,7 +223,7 @@ def test_weights_that_are_not_finite_are_named(write: Any, monkeypatch: pytest.M
     content = bytearray(part.held.file.read_bytes())
     content[part.held.start : part.held.start + 4] = b"\x00\x00\xc0\x7f"
     part.held.file.write_bytes(content)
-    with pytest.raises(MachineError, match=r"1 of 16 in model\.norm\.weight"):
+    with pytest.raises(MachineError, match=r"1 of 16 in model\.norm"):
         load(folder, MODELS["llama"])
 
 
@@ -239,13 +238,11 @@ class Harmful:
 def test_a_strangers_metadata_and_files_run_nothing(tmp_path: Path) -> None:
     made = tmp_path / "made"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful(made)))
-    with pytest.raises(
-        MachineError, match="is not the metadata of a distributed checkpoint: a record of Metadata is missing"
-    ):
+    with raises(MachineError, "bad_checkpoint", ".metadata", "record of Metadata"):
         open_other(tmp_path, MODELS["llama"])
     (tmp_path / ".metadata").unlink()
     with zipfile.ZipFile(tmp_path / "lit_model.pth", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps({"lm_head.weight": Harmful(made)}))
-    with pytest.raises(MachineError, match=r"has lm_head\.weight in a form that cannot be read"):
+    with raises(MachineError, "bad_checkpoint", " lm_head.weight "):
         open_other(tmp_path, MODELS["llama"])
     assert not made.exists()

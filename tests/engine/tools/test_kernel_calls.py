@@ -71,7 +71,7 @@ def test_tensor_parallel_ranks_have_their_parts() -> None:
 
 
 def test_stages_of_a_pipeline_have_their_own(forks: ProcessPoolExecutor) -> None:
-    """In processes of their own: groups of a pipeline cannot be made twice in one."""
+    """In separate processes: groups of a pipeline cannot be created twice in one."""
     calls = forks.map(calls_of, [plan_of(UNTIED, Layout(pp=2))] * 2, (0, 1))
     first, last = ({op: numbers.total() for op, numbers in of_rank.by_op.items()} for of_rank in calls)
     assert first == {"attention": 1, "rms_norm": 2, "swiglu": 1, "rope": 2}

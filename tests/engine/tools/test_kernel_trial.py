@@ -30,7 +30,7 @@ default = load_kernel("swiglu", TORCH)
 
 
 def verdicts(**planted):
-    """Of backends planted beside torch's default."""
+    """Return the verdicts on backends planted next to torch's default."""
     workload = operation("swiglu", CALLS, torch.bfloat16, DEVICE)
     figures = judge_operation([try_kernels({TORCH: default, **planted}, workload)])
     return {name: figure for name, figure in figures.items() if name != TORCH}

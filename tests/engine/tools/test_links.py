@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def world(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> list[tuple[Any, ...]]:
-    """Stand-ins of torch.distributed; returns what they are asked, in order."""
+    """Stand-ins of torch.distributed; returns the calls, in order."""
     asked: list[tuple[Any, ...]] = []
 
     def all_reduce(values: torch.Tensor, how: str = "sum") -> None:

@@ -43,7 +43,7 @@ def test_the_references_were_trained(probe: MachineProbe) -> None:
 
 
 def test_more_work_takes_longer(probe: MachineProbe) -> None:
-    """By factors of a thousand in size, which no neighbour's load turns around."""
+    """Sizes differ by factors of a thousand, so that the load of other programs cannot reverse the order."""
     curves = (probe.matmul.forward, probe.matmul.weight_gradient, probe.norm.backward, probe.loss, probe.optimizer)
     for curve in (*curves, probe.cast, probe.add, probe.swiglu.forward):
         assert 0 < curve.seconds[0] < curve.seconds[-1]

@@ -57,7 +57,7 @@ def made_up_plan() -> Plan:
 
 
 class TimedSteps:
-    """Steps of a run that take these seconds, by a clock of their own."""
+    """Steps of a run that take these seconds, by a separate clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *seconds: float):
         self.now_s, self._left, self.made = 0.0, list(seconds), 0

@@ -62,7 +62,7 @@ class Cell:
 
     @property
     def codes(self) -> list[str]:
-        """Codes of the problems for which the command refused."""
+        """Codes of the problems that the command reported."""
         return [problem["code"] for problem in self.shown.get("problems", self.shown.get("errors", []))]
 
     @property

@@ -50,7 +50,7 @@ def compiled() -> None:
 
 
 def scaled() -> None:
-    """Of 15 steps the scaler leaves out the three whose gradients are not finite."""
+    """The scaler skips the three of 15 steps whose gradients are not finite."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for number in range(15):

@@ -201,7 +201,7 @@ def test_a_forecast_has_an_answer_for_every_number_in_range(
         except RecipeError as error:
             (problem,) = error.problems
             assert problem.path == "cluster.reliability.mtbf_device_hours"
-            assert "the run never makes progress" in problem.message
+            assert "never makes progress" in problem.message
         else:
             assert 0 < run.goodput.goodput.low <= run.goodput.goodput.value <= 1
             assert 0 < run.wall_time_s.value < math.inf
@@ -258,7 +258,8 @@ def test_a_run_reports_its_own_interval_and_times() -> None:
 def test_an_interval_that_is_left_open_is_noted_with_the_one_that_is_counted_on() -> None:
     run = forecast(checkpoint=CheckpointSpec(interval_steps=None))
     steps = run.goodput.checkpoint_interval_steps
-    assert run.notes == (f"checkpoint.interval_steps is null; this assumes {steps}, the best interval",)
+    (note,) = run.notes
+    assert note.startswith("checkpoint.interval_steps is null") and f" {steps}," in note
     assert run.goodput.checkpoint_interval_s == 6 * steps
     assert abs(run.goodput.optimal_interval_s - 6 * steps) <= 3, "the nearest whole number of steps"
     auto = forecast(checkpoint=CheckpointSpec(interval_steps="auto"))
@@ -279,7 +280,7 @@ def test_the_same_work_in_groups_is_set_beside_it_with_its_layout() -> None:
     run = forecast_run(SPEC, PLAN, sharded, other=CANDIDATE)
     (other,) = run.alternatives
     assert (run.goodput.mode, run.goodput.layout) == ("restart", "")
-    assert (other.mode, other.layout) == ("elastic", "pp=16 dp_replicate=128 tp=8")
+    assert (other.mode, other.layout) == ("elastic", CANDIDATE.layout.describe())
 
 
 def test_the_median_run_and_nine_in_ten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +377,7 @@ def test_a_forecast_lists_what_it_rests_on(changes: dict[str, object], groups: i
     sheet = {key: each.known_within for key, each in by_key.items() if key.endswith(("tdp_w", "price_usd_per_hour"))}
     assert sheet.items() <= {"cluster.accelerator.tdp_w": 1.0, PRICE[0]: 1.3}.items()
     assert "6% added" in memory.source and "2% of all tensors" in memory.source
-    assert "7% where all are recomputed" in memory.source
+    assert "7% where all" in memory.source
     assert "1.2 GiB" in memory.source and "0.30 GiB" in memory.source
 
 
@@ -502,7 +503,7 @@ def test_layouts_are_ranked_for_the_size_that_trains_most_samples() -> None:
     assert layouts[0] == layouts[1] != of_the_first
     first, same = plans[0].candidates[0], plans[1].candidates[0]
     assert (first.step_time_s, first.tokens_per_s, first.mfu) == (same.step_time_s, same.tokens_per_s, same.mfu)
-    assert "layouts are ranked for 512 samples per step, the batch size for most of the run" in plans[0].assumptions
+    assert sum("ranked for 512 samples" in one for one in plans[0].assumptions) == 1
     assert as_plan(growing, first, plans[0], "bf16").grad_accum_steps == same.grad_accum_steps // 16
 
 
@@ -550,4 +551,4 @@ def test_a_batch_that_follows_the_noise_is_forecast_as_the_first_and_says_so() -
     spec = make_spec(BatchScheduleSpec(kind="noise", max_global_batch_size=256))
     run = forecast_run(spec, plan_capacity(spec), best(spec))
     assert run.steps == 5000
-    assert any("assumes 32 samples per step throughout; larger batches, up to 256," in note for note in run.notes)
+    assert any(" 32 samples per step" in note and "up to 256," in note for note in run.notes)

@@ -203,7 +203,7 @@ def test_replicas_inside_each_group_are_kept() -> None:
 def test_groups_of_a_search_take_whole_hosts_or_share_one() -> None:
     spec = replace(spec_of(2), cluster=ClusterSpec(num_nodes=3), batching=BatchingSpec(48))
     spec = replace(spec, resilience=ResilienceSpec(mode="elastic", replica_groups=2))
-    with pytest.raises(RecipeError, match="3 nodes cannot be divided evenly among 2 replica groups"):
+    with pytest.raises(RecipeError, match=r"3 nodes .* 2 replica groups"):
         plan(spec, H100S)
 
 

@@ -33,16 +33,21 @@ def layouts(mode: Any, **pinned: Any) -> tuple[set[Layout], Space]:
     return {layout for layout, _, _ in space.layouts()}, space
 
 
+def refused_for(space: Space, words: str) -> int:
+    """Return the number of layouts refused for a reason with these words."""
+    return sum(count for reason, count in space.refused.items() if words in reason)
+
+
 def test_an_elastic_run_has_two_groups_or_more_and_several_numbers_of_them() -> None:
     found, space = layouts("elastic")
     assert {layout.dp_replicate for layout in found} == {2, 4, 8, 16, 32}
-    assert space.refused["resilience=elastic needs two replica groups"] > 0
+    assert refused_for(space, "resilience=elastic needs two ") > 0
 
 
 def test_a_restarting_run_may_be_one_group() -> None:
     found, space = layouts("restart")
     assert (1, 32) in {(layout.dp_replicate, layout.dp_shard) for layout in found}
-    assert "resilience=elastic needs two replica groups" not in space.refused
+    assert refused_for(space, "resilience=elastic") == 0
 
 
 def test_a_pinned_number_of_groups_is_kept_whatever_the_nodes() -> None:
@@ -86,22 +91,21 @@ def test_every_layout_of_four_devices_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "words"),
     [
-        ({"layout": LayoutSpec(tp=3)}, "tp does not divide the heads"),
+        ({"layout": LayoutSpec(tp=3)}, " the heads"),
         ({"layout": LayoutSpec(cp=4), "data": DataSpec(seq_len=1022, source="tokens")},
-         "the sequence is not divisible by cp"),
-        ({"layout": LayoutSpec(pp=3)}, "the axes' product is not the number of devices"),
-        ({"batching": BatchingSpec(3), "layout": LayoutSpec(tp=AUTO)}, "a data-parallel rank would get no samples"),
-        ({"layout": LayoutSpec(pp=16)}, "more pipeline stages than layers"),
+         " by cp"),
+        ({"layout": LayoutSpec(pp=3)}, "number of devices"),
+        ({"batching": BatchingSpec(3), "layout": LayoutSpec(tp=AUTO)}, " no samples"),
+        ({"layout": LayoutSpec(pp=16)}, "stages than layers"),
     ],
     ids=str,
 )  # fmt: skip
-def test_why_there_is_no_layout(changes: dict[str, Any], reason: str) -> None:
+def test_why_there_is_no_layout(changes: dict[str, Any], words: str) -> None:
     layouts, space = found_in(32, **changes)
     assert layouts == []
-    assert set(space.refused) == {reason}
-    assert space.refused[reason] >= 1
+    assert len(space.refused) == 1 and refused_for(space, words) >= 1
 
 
 def test_axes_keep_to_the_fast_links_and_to_sequences_of_512() -> None:
@@ -187,7 +191,7 @@ def test_chunks_of_interleaved_stages() -> None:
     odd = replace(model, num_layers=61)  # type: ignore[type-var]
     layouts, space = found_in(2, model=odd, layout=interleaved, batching=BatchingSpec(4, micro_batch_size=1))
     assert layouts == [], "31 layers a rank divide by 31 alone, and 62 stages are more than there are layers"
-    assert space.refused["more pipeline stages than layers"] == 1
+    assert refused_for(space, "stages than layers") == 1
     uneven = replace(interleaved, pipeline_schedule="1f1b", virtual_stages=1, stage_layers=(5, 3))
     layouts, _ = found_in(2, layout=uneven, batching=BatchingSpec(4, 1))
     assert [(each.stage_layers, each.virtual_stages) for each, _, _ in layouts] == [((5, 3), 1)]
@@ -214,7 +218,7 @@ def test_experts_are_spread_over_what_divides_them_and_the_ranks() -> None:
     experts = replace(SPEC.model, experts=ExpertSpec(12, 2, 64))  # type: ignore[type-var]
     layouts, space = found_in(8, model=experts, layout=LayoutSpec(dp_replicate=1, ep="auto"))
     assert {each.ep for each, _, _ in layouts} == {1, 2, 4}
-    assert space.refused["ep does not divide the ranks that share experts"] == 3
+    assert refused_for(space, "ep does not divide") == 3
     cut = LayoutSpec(dp_replicate=1, tp=2, ep=4, etp=2)
     layouts, _ = found_in(8, model=experts, layout=cut, framework=frameworks()["megatron"])
     assert {(each.ep, each.etp, each.dp_shard) for each, _, _ in layouts} == {(4, 2, 4)}

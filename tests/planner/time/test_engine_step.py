@@ -58,6 +58,16 @@ def test_zero_3_waits_for_the_first_gathers_and_the_last_reductions_of_each_micr
     assert (found.waited_s, found.sent_s) == (12.0, 2 * 10.0)
 
 
+@pytest.mark.parametrize(("stage", "repeated_s"), [(0, 19.0), (1, 18.0)])
+def test_a_backward_after_another_one_gathers_the_root_again(stage: int, repeated_s: float) -> None:
+    """All forwards come first. The second backward waits for the reductions of the first one. Then the last block is
+    gathered, the other block, and the root (1 + 1 + 2 s); in the stage with the head, first the root and then the last
+    block (2 + 1 s)."""
+    layout = Layout(pp=2, dp_shard=8, pipeline_schedule="gpipe")
+    found = RankClock({stage: STAGE}, setup_of(layout), EFF).run(actions(layout, 2)[stage])
+    assert found.passes_s == (9.0, 7.0, 15.0, repeated_s)
+
+
 def test_exchanges_that_are_longer_than_the_blocks_are_waited_for_block_by_block() -> None:
     """Forward: the blocks have arrived at 6 and 10 s, and compute until 9 and 13 s. Backward: the second block is
     gathered again until 14 s, the first one beside it; their reductions end at 24 and 30 s, and the root's at 32 s."""

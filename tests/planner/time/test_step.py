@@ -80,7 +80,7 @@ EFF = Efficiency(
 )
 CHIP = find_accelerator("H100-SXM-80GB")
 assert CHIP is not None
-RATES = Rates(100.0, 100.0, 10.0, 5.0, 20.0, 100.0, 2.0, 2.0, 3)
+RATES = Rates(100.0, 100.0, 10.0, 5.0, 20.0, 100.0, 2.0, 2.0, 3, 25.0)
 LAYER = LayersPart(1, 2, 3, 5, 7, 11, 13, 2, 17, 19, 23, 100, 40)
 """Forward 1 + 3 + 7, backward 2 + 5 + 11; exchanges of 17 and 23 forward and backward, of 19 three times."""
 OWN_S = 11 + 18 + 2 * 17 + 3 * 19 + 2 * 23
@@ -476,6 +476,7 @@ ROUND = Rates(
     element_bytes=2.0,
     wide_element_bytes=1.0,
     generation=3,
+    precise_matmul=25.0,
 )
 ROUND_EFF = Efficiency(
     gemm_memory=0.5,

@@ -140,11 +140,10 @@ def test_the_columns_are_read_as_they_were(throughput: Backtest, memory: Backtes
     assert assumed == {"recompute": 342, "mbs": 47, "head_dim": 43, "interconnect": 36, "layer pattern": 27}
     summary = report(throughput).summary
     assert (summary.rows, summary.predicted, summary.refused) == (1194, 1181, 13)
-    assert summary.refused_by_reason["columns mbs and gbs are empty"] == 8
-    assert report(memory).summary.refused_by_reason == {
-        "columns mbs and gbs are empty": 4,
-        "column n_gpus is empty": 3,
-    }
+    no_batch, no_gpus = " mbs and gbs ", " n_gpus "
+    assert [count for reason, count in summary.refused_by_reason.items() if no_batch in reason] == [8]
+    (batch, fours), (gpus, threes) = report(memory).summary.refused_by_reason.items()
+    assert (no_batch in batch, fours, no_gpus in gpus, threes) == (True, 4, True, 3)
     assert summary.step_time_mape == pytest.approx(0.0888186, rel=1e-5)
     assert summary.step_time_median_ape == pytest.approx(0.0631661, rel=1e-5)
     assert summary.bias == pytest.approx(0.00184394, rel=1e-5)

@@ -3,19 +3,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from lab.problems import assert_problems
 
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.recipe.compose.compose import Completion, Composed, amend, compose, compose_arguments
 
-HOUSE = Path(__file__).parents[3]
-RECIPES = ", ".join(sorted(path.stem for path in HOUSE.joinpath("recipes").glob("*.yaml")))
+ROOT = Path(__file__).parents[3]
+RECIPES = ", ".join(sorted(path.stem for path in ROOT.joinpath("recipes").glob("*.yaml")))
 
 RECIPE = "batching: {global_batch_size: 8}\ntrain:\n  max_steps: 5\n"
-
-
-def told(composed: Composed) -> list[tuple[str, str, str, str]]:
-    return [(problem.code, problem.where(), problem.message, problem.hint) for problem in composed.problems]
 
 
 @pytest.mark.clause("REC-1")
@@ -102,66 +99,59 @@ def test_taking_a_key_out(tmp_path: Path) -> None:
     composed = compose("tiny", ["~optim.schedule"], tmp_path)
     assert "schedule" not in composed.data["optim"]
     assert str(composed.origins["optim.schedule"]) == "command line:2"
-    assert told(compose("tiny", ["~optim.schedul"], tmp_path)) == [
-        ("unknown_key", "command line:2", "there is no `optim.schedul` to delete", "did you mean `optim.schedule`?")
-    ]
+    problems = compose("tiny", ["~optim.schedul"], tmp_path).problems
+    assert_problems(problems, ("unknown_key", "command line:2", "`optim.schedul`", "`optim.schedule`"))
 
 
 def test_a_key_below_a_single_value(tmp_path: Path) -> None:
-    assert told(compose("tiny", ["compile.foo=3"], tmp_path)) == [
-        ("unknown_key", "command line:2", "`compile` is a single value: it has no key `foo`", "set compile=<value>")
-    ]
+    problems = compose("tiny", ["compile.foo=3"], tmp_path).problems
+    assert_problems(problems, ("unknown_key", "command line:2", "`compile`", "`foo`", "compile=<value>"))
 
 
 def test_unknown_recipe(tmp_path: Path, write) -> None:
     write("recipes/old.yml", RECIPE)
-    assert told(compose("quickstrat", [], tmp_path)) == [
-        (
-            "unknown_recipe",
-            "command line:1",
-            "there is no recipe `quickstrat`",
-            "did you mean recipe=quickstart? `trainspec list recipe` shows all",
-        )
-    ]
-    assert told(compose("zzzz", [], tmp_path))[0][3] == f"options: {RECIPES}; or give the path of a .yaml file"
-    assert told(compose("old", [], tmp_path))[0][3] == "its file must end in .yaml, not .yml: rename it"
-    assert f"no such file in {tmp_path}" in told(compose("x/y.yaml", [], tmp_path))[0][3]
+
+    def assert_told(recipe: str, *parts: str) -> None:
+        problems = compose(recipe, [], tmp_path).problems
+        assert_problems(problems, ("unknown_recipe", "command line:1", f"`{recipe}`", *parts))
+
+    assert_told("quickstrat", "recipe=quickstart?", "`trainspec list recipe`")
+    assert_told("zzzz", RECIPES, "a .yaml file")
+    assert_told("old", ".yaml, not .yml")
+    assert_told("x/y.yaml", str(tmp_path))
     write("beside.yml", RECIPE)
     for name in ("beside", "beside.yaml", "beside.yml"):
-        assert told(compose(name, [], tmp_path))[0][3] == "its file must end in .yaml, not .yml: rename it"
+        assert_told(name, ".yaml, not .yml")
 
 
 def test_no_recipe(tmp_path: Path) -> None:
-    hint = "set recipe=quickstart, or another: `trainspec list recipe` shows all"
-    assert told(compose_arguments([], tmp_path)) == [("missing_value", "", "no recipe is named", hint)]
-    assert told(compose("", [], tmp_path)) == [("missing_value", "command line:1", "no recipe is named", hint)]
+    hints = ("recipe=quickstart", "`trainspec list recipe`")
+    assert_problems(compose_arguments([], tmp_path).problems, ("missing_value", "", *hints))
+    assert_problems(compose("", [], tmp_path).problems, ("missing_value", "command line:1", *hints))
 
 
 @pytest.mark.parametrize(("word", "meant"), [("tiny", "tiny"), ("tniy", "tiny"), ("zzzz", "zzzz")])
 def test_a_word_alone_is_one_mistake(tmp_path: Path, word: str, meant: str) -> None:
-    ((code, where, _, hint),) = told(compose_arguments([word], tmp_path))
-    assert (code, where) == ("bad_override", "command line:1")
-    assert hint == f"to choose a recipe, set recipe={meant}"
+    problems = compose_arguments([word], tmp_path).problems
+    assert_problems(problems, ("bad_override", "command line:1", f"recipe={meant}"))
 
 
 def test_unknown_option_on_the_command_line_and_in_a_recipe(tmp_path: Path, write) -> None:
     write("recipes/mine.yaml", f"defaults:\n  - override /optim: adam\n{RECIPE}")
     composed = compose("mine", ["model=llama6m"], tmp_path)
-    assert sorted(told(composed), reverse=True) == [
-        ("unknown_option", "recipes/mine.yaml:2:5", "`optim` has no option `adam`",
-         "did you mean `adamw`? `trainspec list optim` shows all"),
-        ("unknown_option", "command line:2", "`model` has no option `llama6m`",
-         "did you mean model=llama_6m? `trainspec list model` shows all"),
-    ]  # fmt: skip
+    assert_problems(
+        sorted(composed.problems, key=lambda problem: problem.where(), reverse=True),
+        ("unknown_option", "recipes/mine.yaml:2:5", "`optim`", "`adam`", "`adamw`", "`trainspec list optim`"),
+        ("unknown_option", "command line:2", "`llama6m`", "model=llama_6m?", "`trainspec list model`"),
+    )
     assert composed.failed == {"optim", "model"}
     assert composed.data["train"]["max_steps"] == 5
 
 
 def test_an_option_that_is_gone_is_refused_with_what_takes_its_place(tmp_path: Path) -> None:
     composed = compose("tiny", ["comm=low_rank"], tmp_path)
-    ((code, where, message, hint),) = told(composed)
-    assert (code, where, composed.failed) == ("unknown_option", "command line:2", {"comm"})
-    assert "low_rank" in message and "comm=int8" in hint
+    assert_problems(composed.problems, ("unknown_option", "command line:2", "low_rank", "comm=int8"))
+    assert composed.failed == {"comm"}
 
 
 def test_every_wrong_line_of_a_defaults_list(tmp_path: Path, write) -> None:
@@ -178,29 +168,32 @@ def test_every_wrong_line_of_a_defaults_list(tmp_path: Path, write) -> None:
         """,
     )
     composed = compose("mine", [], tmp_path)
-    assert told(composed) == [
-        ("unknown_group", "recipes/mine.yaml:2:5", "there is no group `modle`",
-         "did you mean `override /model`?"),
-        ("bad_defaults", "recipes/mine.yaml:3:5", "`optim: sgd` would add a second optim, not replace the first",
-         "write - override /optim: sgd"),
-        ("bad_defaults", "recipes/mine.yaml:4:5",
-         "`override data: text` would add a second data, not replace the first", "write - override /data: text"),
-        ("unknown_recipe", "recipes/mine.yaml:5:5", "there is no recipe `quickstrat` to build on",
-         "did you mean `quickstart`?"),
-    ]  # fmt: skip
+    assert_problems(
+        composed.problems,
+        ("unknown_group", "recipes/mine.yaml:2:5", "`modle`", "`override /model`"),
+        ("bad_defaults", "recipes/mine.yaml:3:5", "`optim: sgd`", "- override /optim: sgd"),
+        ("bad_defaults", "recipes/mine.yaml:4:5", "`override data: text`", "- override /data: text"),
+        ("unknown_recipe", "recipes/mine.yaml:5:5", "`quickstrat`", "`quickstart`"),
+    )
     assert (composed.data["layout"]["dp_shard"], composed.data["train"]["max_steps"]) == (1, 5)
 
 
 def test_several_options_in_one_line_of_a_defaults_list_are_not_merged(tmp_path: Path, write) -> None:
     write("conf/cluster/both.yaml", "defaults:\n  - /accelerator@accelerator: [h100_sxm, a40]\nname: both\n")
-    assert told(compose("tiny", ["cluster=both"], tmp_path)) == [
-        ("bad_defaults", "conf/cluster/both.yaml:2:5",
-         "`accelerator@accelerator` is given 2 options: h100_sxm, a40",
-         "keep one of them: /accelerator@accelerator: h100_sxm"),
-    ]  # fmt: skip
+    assert_problems(
+        compose("tiny", ["cluster=both"], tmp_path).problems,
+        (
+            "bad_defaults",
+            "conf/cluster/both.yaml:2:5",
+            "`accelerator@accelerator`",
+            "2 options",
+            "h100_sxm, a40",
+            "/accelerator@accelerator: h100_sxm",
+        ),
+    )
     write("conf/cluster/one.yaml", "defaults:\n  - /accelerator@accelerator: [a40]\nname: one\n")
     one = compose("tiny", ["cluster=one"], tmp_path)
-    assert (told(one), one.data["cluster"]["accelerator"]["name"]) == ([], "A40")
+    assert (one.problems, one.data["cluster"]["accelerator"]["name"]) == ((), "A40")
 
 
 def test_what_a_named_section_lacks_is_missing_in_its_file(tmp_path: Path, write) -> None:
@@ -211,9 +204,8 @@ def test_what_a_named_section_lacks_is_missing_in_its_file(tmp_path: Path, write
 
 
 def test_a_list_for_a_section_is_refused(tmp_path: Path) -> None:
-    (problem,) = compose("tiny", ["cluster=h100", "cluster.accelerator=[h100_sxm,a40]"], tmp_path).problems
-    assert (problem.path, problem.code) == ("cluster.accelerator", "wrong_type")
-    assert "or the name of an option" in problem.hint
+    problems = compose("tiny", ["cluster=h100", "cluster.accelerator=[h100_sxm,a40]"], tmp_path).problems
+    assert_problems(problems, ("wrong_type", "cluster.accelerator", "name of an option"))
 
 
 def test_an_option_that_a_defaults_list_chooses_twice(tmp_path: Path, write) -> None:
@@ -222,18 +214,17 @@ def test_an_option_that_a_defaults_list_chooses_twice(tmp_path: Path, write) -> 
         "conf/cluster/both.yaml",
         "defaults:\n  - /accelerator@accelerator: h100_sxm\n  - /accelerator@accelerator: h200_sxm\nname: both\n",
     )
-    assert told(compose("mine", [], tmp_path)) == [
-        ("bad_defaults", "recipes/mine.yaml:4:5", "`cluster` is chosen twice: h100 in line 3, and h200 here",
-         "keep one of the two lines"),
-    ]  # fmt: skip
-    assert told(compose("tiny", ["cluster=both"], tmp_path)) == [
-        ("bad_defaults", "conf/cluster/both.yaml:3:5",
-         "`accelerator@accelerator` is chosen twice: h100_sxm in line 2, and h200_sxm here",
-         "keep one of the two lines"),
-    ]  # fmt: skip
+    assert_problems(
+        compose("mine", [], tmp_path).problems,
+        ("bad_defaults", "recipes/mine.yaml:4:5", "`cluster`", "h100 in line 3", "h200"),
+    )
+    assert_problems(
+        compose("tiny", ["cluster=both"], tmp_path).problems,
+        ("bad_defaults", "conf/cluster/both.yaml:3:5", "`accelerator@accelerator`", "h100_sxm in line 2", "h200_sxm"),
+    )
     write("recipes/child.yaml", "defaults: [base, override /cluster: h200]\n")
     write("recipes/base.yaml", "defaults: [tiny, override /cluster: h100]\n")
-    assert told(compose("child", [], tmp_path)) == []
+    assert compose("child", [], tmp_path).problems == ()
 
 
 def test_a_broken_recipe_does_not_hide_faults_of_the_command_line(tmp_path: Path, write) -> None:
@@ -255,23 +246,21 @@ def test_faults_inside_a_users_own_groups(tmp_path: Path, write) -> None:
     write("conf/model/round.yaml", "defaults: [about]\n")
     write("conf/model/about.yaml", "defaults: [round]\n")
 
-    def fault(option: str) -> tuple[str, str, str]:
-        (code, where, message, _), *others = told(compose("tiny", [f"model={option}"], tmp_path))
-        assert not others
-        return code, where, message
-
-    assert fault("broken")[:2] == ("bad_yaml", "conf/model/broken.yaml:1:4")
-    assert fault("orphan") == ("unknown_option", "conf/model/orphan.yaml:1:12", "`model` has no option `llama_6`")
-    assert fault("lost") == ("unknown_group", "conf/model/lost.yaml:2:5", "there is no group `nowhere`")
-    assert fault("nowhere")[:2] == ("bad_defaults", "conf/model/nowhere.yaml:2:5")
-    assert fault("round") == ("bad_defaults", "conf/model/about.yaml:1:12", "`round` builds on itself")
+    for option, code, where, *parts in (
+        ("broken", "bad_yaml", "conf/model/broken.yaml:1:4"),
+        ("orphan", "unknown_option", "conf/model/orphan.yaml:1:12", "`model`", "`llama_6`"),
+        ("lost", "unknown_group", "conf/model/lost.yaml:2:5", "`nowhere`"),
+        ("nowhere", "bad_defaults", "conf/model/nowhere.yaml:2:5"),
+        ("round", "bad_defaults", "conf/model/about.yaml:1:12", "`round`", "itself"),
+    ):
+        assert_problems(compose("tiny", [f"model={option}"], tmp_path).problems, (code, where, *parts))
 
 
 def test_recipes_that_build_on_one_another_in_a_circle(tmp_path: Path, write) -> None:
     write("recipes/one.yaml", f"defaults: [two]\n{RECIPE}")
     write("recipes/two.yaml", "defaults:\n  - one\n  - override /optim: sgd\n")
     composed = compose("one", [], tmp_path)
-    assert [(code, where) for code, where, _, _ in told(composed)] == [("bad_defaults", "recipes/two.yaml:2:5")]
+    assert_problems(composed.problems, ("bad_defaults", "recipes/two.yaml:2:5"))
     assert (composed.data["optim"]["name"], composed.data["train"]["max_steps"]) == ("sgd", 5)
 
 
@@ -300,12 +289,11 @@ def test_a_section_that_is_left_open_takes_keys(tmp_path: Path) -> None:
 
 def test_interpolations_that_lead_nowhere(tmp_path: Path) -> None:
     composed = compose("tiny", ["train.seed=${train.max_step}", "optim.lr=${optim.lr}"], tmp_path)
-    assert told(composed) == [
-        ("bad_interpolation", "command line:3", "`optim.lr` is ${optim.lr}: Recursive interpolation detected", ""),
-        ("bad_interpolation", "command line:2",
-         "`train.seed` is ${train.max_step}: Interpolation key 'train.max_step' not found",
-         "did you mean `train.max_steps`?"),
-    ]  # fmt: skip
+    assert_problems(
+        composed.problems,
+        ("bad_interpolation", "command line:3", "`optim.lr`", "${optim.lr}", "Recursive"),
+        ("bad_interpolation", "command line:2", "`train.seed`", "${train.max_step}", "`train.max_steps`"),
+    )
     assert composed.data["train"]["seed"] == "???"
 
 
@@ -316,7 +304,7 @@ def test_problems_carry_the_text_they_stand_in(tmp_path: Path, write) -> None:
 
 
 def test_what_is_beside_a_recipes_name_does_no_harm(tmp_path: Path, write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder `tiny` of the user's own; and the folder is this one where none is named."""
+    """The user has a folder `tiny`; the working directory is the default."""
     write("tiny", "not a recipe")
     write("recipes/mine.yaml", RECIPE)
     assert compose("tiny", [], tmp_path).data["model"]["name"]
@@ -354,7 +342,7 @@ def test_what_failed_is_known_by_its_group(tmp_path: Path) -> None:
 
 
 def test_an_accelerator_is_chosen_by_its_name_whole(tmp_path: Path, write) -> None:
-    """Nothing of the cluster's own accelerator is left, and what is set beside the name counts, in any order."""
+    """Nothing of the cluster's own accelerator is left, and keys next to the name count, in any order."""
     write("conf/accelerator/mine.yaml", "name: My chip\nvendor: me\nbf16_tflops: 100\n")
     named = ["cluster.accelerator.tdp_w=400", "cluster.accelerator=mine"]
     composed = compose("llama3_8b", ["cluster=h100", *named], tmp_path)
@@ -364,9 +352,10 @@ def test_an_accelerator_is_chosen_by_its_name_whole(tmp_path: Path, write) -> No
     assert composed.data["cluster"]["nic_gbit_per_s"] == 400
     assert str(composed.origins["cluster.accelerator.bf16_tflops"]) == "conf/accelerator/mine.yaml:3"
     assert composed.origins["cluster.accelerator.tdp_w"].file == "command line"
-    (problem,) = compose("llama3_8b", ["cluster.accelerator=min"], tmp_path).problems
-    assert (problem.code, problem.where()) == ("unknown_option", "command line:2")
-    assert problem.hint == "did you mean cluster.accelerator=mine? `trainspec list accelerator` shows all"
+    assert_problems(
+        compose("llama3_8b", ["cluster.accelerator=min"], tmp_path).problems,
+        ("unknown_option", "command line:2", "cluster.accelerator=mine?", "`trainspec list accelerator`"),
+    )
     assert compose("llama3_8b", ["cluster.accelerator=null"], tmp_path).data["cluster"]["accelerator"] is None
 
 
@@ -390,10 +379,8 @@ def test_a_problem_of_a_chosen_section_is_located_at_the_choice(tmp_path: Path, 
 
 @pytest.mark.parametrize("argument", ["accelerator=rtx_4090", "+accelerator=rtx_4090"])
 def test_a_group_that_no_recipe_chooses_from_leads_to_its_section(argument: str, tmp_path: Path) -> None:
-    (problem,) = compose("llama3_8b", [argument], tmp_path).problems
-    assert (problem.code, problem.where(), problem.hint) == (
-        "unknown_group", "command line:2", "set cluster.accelerator=rtx_4090"
-    )  # fmt: skip
+    problems = compose("llama3_8b", [argument], tmp_path).problems
+    assert_problems(problems, ("unknown_group", "command line:2", "cluster.accelerator=rtx_4090"))
 
 
 def test_a_recipe_cannot_override_an_accelerator_by_its_defaults(tmp_path: Path, write) -> None:
@@ -422,7 +409,7 @@ def test_a_recipe_cannot_override_an_accelerator_by_its_defaults(tmp_path: Path,
 )
 def test_a_number_of_chips_and_the_number_of_a_chip_lead_to_names(typed: str, meant: str, tmp_path: Path) -> None:
     (problem,) = compose("llama3_8b", [typed], tmp_path).problems
-    assert problem.hint.startswith(f"did you mean {meant}? `trainspec list ")
+    assert f" {meant}? `trainspec list " in problem.hint
 
 
 def test_a_broken_file_of_a_named_section_is_told(tmp_path: Path, write) -> None:
@@ -449,21 +436,21 @@ def test_a_command_line_has_no_version(tmp_path: Path) -> None:
 
 @pytest.mark.clause("VER-4", "VER-5")
 @pytest.mark.parametrize(
-    ("stated", "code", "message"),
+    ("stated", "code", "version"),
     [
-        ('"1.2"', "newer_version", "recipes/old.yaml was written by a newer trainspec: it has version 1.2"),
-        ('"0.3"', "unknown_version", "recipes/old.yaml has an unknown `spec_version`, '0.3' (known: 0.1 and 1.0)"),
-        ("1.0", "unknown_version", "recipes/old.yaml has 1.0 as `spec_version`; expected text"),
+        ('"1.2"', "newer_version", "version 1.2"),
+        ('"0.3"', "unknown_version", "'0.3'"),
+        ("1.0", "unknown_version", "1.0"),
     ],
 )
-def test_a_recipe_of_another_version_is_refused_with_its_line(tmp_path: Path, write, stated, code, message) -> None:
-    """Also where another builds on it. What it says otherwise is not judged: it may be right there."""
+def test_a_recipe_of_another_version_is_refused_with_its_line(tmp_path: Path, write, stated, code, version) -> None:
+    """Also if another recipe builds on it. Its other keys are not judged: they may be right in that version."""
     write("recipes/old.yaml", f"description: old\nspec_version: {stated}\nnew_section: {{}}\ndefaults: [gone]\n")
     write("recipes/mine.yaml", "defaults: [old, _self_]\n")
     for name in ("old", "mine"):
-        (problem,) = compose(name, cwd=tmp_path).problems
-        assert (problem.code, problem.where()) == (code, "recipes/old.yaml:2:1")
-        assert problem.message.startswith(message) and problem.hint
+        problems = compose(name, cwd=tmp_path).problems
+        assert_problems(problems, (code, "recipes/old.yaml:2:1", "recipes/old.yaml", version))
+        assert problems[0].hint
 
 
 # Which of several keys that take one another's place stays.
@@ -537,21 +524,18 @@ def test_a_file_alone_leaves_nothing_of_the_option_before(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("defaults: [megatrn]\n", "`framework` has no option `megatrn`"),
-        ("name: ]\n", "this is not YAML"),
-    ],
+    ("text", "code", "part"),
+    [("defaults: [megatrn]\n", "unknown_option", "`megatrn`"), ("name: ]\n", "bad_yaml", "")],
 )
-def test_mistakes_of_a_file_are_told_with_their_line(tmp_path: Path, text: str, says: str) -> None:
+def test_mistakes_of_a_file_are_told_with_their_line(tmp_path: Path, text: str, code: str, part: str) -> None:
     problem = with_own_framework(tmp_path, text).problems[0]
-    assert says in problem.message
-    assert (problem.file, problem.line) == ("mine.yaml", 1)
+    assert (problem.code, problem.file, problem.line) == (code, "mine.yaml", 1)
+    assert part in problem.message
 
 
 def test_a_missing_file_and_an_unknown_name_say_what_to_type(tmp_path: Path) -> None:
-    missing = compose("quickstart", ["framework=./mine.yaml"], tmp_path).problems[0]
-    assert (missing.code, "no such file: mine.yaml" in missing.message) == ("missing_file", True)
-    unknown = compose("quickstart", ["framework=megatrn"], tmp_path).problems[0]
-    assert unknown.hint.startswith("did you mean framework=megatron? `trainspec list framework` shows all")
-    assert unknown.hint.endswith("or describe your own in a file, and set framework=./mine.yaml")
+    (missing,) = compose("quickstart", ["framework=./mine.yaml"], tmp_path).problems
+    assert missing.code == "missing_file" and "mine.yaml" in missing.message
+    (unknown,) = compose("quickstart", ["framework=megatrn"], tmp_path).problems
+    for command in ("framework=megatron?", "`trainspec list framework`", "set framework=./mine.yaml"):
+        assert command in unknown.hint

@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 
 import pytest
+from lab.problems import assert_problems, words
+from lab.recorded import Recorded
 from omegaconf import OmegaConf
 
 from trainspec_cli.core.errors import Problem, RecipeError
@@ -13,11 +15,10 @@ from trainspec_cli.core.reading.yaml_file import read_yaml as read_plain
 from trainspec_cli.recipe.compose.folders import Origin, find_origin, locate, read_yaml, show_path
 
 
-def faults(file: Path) -> list[tuple[str, str, str]]:
+def faults(file: Path) -> tuple[Problem, ...]:
     with pytest.raises(RecipeError) as raised:
         read_yaml(file, file.parent)
-    assert {problem.code for problem in raised.value.problems} == {"bad_yaml"}
-    return [(problem.where(), problem.message, problem.hint) for problem in raised.value.problems]
+    return raised.value.problems
 
 
 def test_every_key_has_its_place(write) -> None:
@@ -54,43 +55,41 @@ def test_an_empty_file_holds_nothing(write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "where", "message", "hint"),
+    ("text", "where"),
     [
-        ("train:\n\tmax_steps: 3\n", "2:1", "this line is indented with a tab; YAML allows only spaces",
-         "replace the tab with two spaces"),
-        ("train:\n  max_steps:3\n  seed: 4\n", "3:7", "this is not YAML: mapping values are not allowed here",
-         "put a space after the colon in line 2"),
-        ("description: a: b\n", "1:15", "this is not YAML: mapping values are not allowed here",
-         "indent it like its neighbours, and quote text that holds `: `"),
-        ("train:\n  seed: 1\n   log: 2\n", "3:7", "this is not YAML: mapping values are not allowed here",
-         "indent it like its neighbours, and quote text that holds `: `"),
-        ('description: "abc\n', "1:14",
-         "this is not YAML: found unexpected end of stream while scanning a quoted scalar", "close the quotes"),
-        ("a: [1, 2\nb: 3\n", "1:4", "this is not YAML: expected ',' or ']', but got ':' while parsing a flow sequence",
-         "close the list with `]`"),
-        ("- a\n- b\n", "1:1", "expected a file of `key: value` lines", ""),
+        ("train:\n\tmax_steps: 3\n", "2:1"),
+        ("train:\n  max_steps:3\n  seed: 4\n", "3:7"),
+        ("description: a: b\n", "1:15"),
+        ("train:\n  seed: 1\n   log: 2\n", "3:7"),
+        ('description: "abc\n', "1:14"),
+        ("a: [1, 2\nb: 3\n", "1:4"),
+        ("- a\n- b\n", "1:1"),
     ],
-)  # fmt: skip
-def test_says_where_a_file_is_no_yaml(write, text: str, where: str, message: str, hint: str) -> None:
-    assert faults(write("a.yaml", text)) == [(f"a.yaml:{where}", message, hint)]
+    ids=["tab", "no space", "colon in text", "indentation", "open quotes", "open list", "list"],
+)
+def test_says_where_a_file_is_no_yaml(write, text: str, where: str, recorded: Recorded) -> None:
+    problems = faults(write("a.yaml", text))
+    assert_problems(problems, ("bad_yaml", f"a.yaml:{where}"))
+    recorded(words(problems))
 
 
 def test_every_key_that_stands_twice_is_told(write) -> None:
-    assert faults(write("a.yaml", "a: 1\nb: {c: 1, c: 2}\na: 3\n")) == [
-        ("a.yaml:2:11", "the key `c` occurs twice, first in line 2", "keep one"),
-        ("a.yaml:3:1", "the key `a` occurs twice, first in line 1", "keep one"),
-    ]
-    assert faults(write("b.yaml", "x:\n- a: 1\n  a: 2\n- {b: [{c: 1, c: 2}]}\n")) == [
-        ("b.yaml:3:3", "the key `a` occurs twice, first in line 2", "keep one"),
-        ("b.yaml:4:15", "the key `c` occurs twice, first in line 4", "keep one"),
-    ]
+    assert_problems(
+        faults(write("a.yaml", "a: 1\nb: {c: 1, c: 2}\na: 3\n")),
+        ("bad_yaml", "a.yaml:2:11", "`c`", "line 2"),
+        ("bad_yaml", "a.yaml:3:1", "`a`", "line 1"),
+    )
+    assert_problems(
+        faults(write("b.yaml", "x:\n- a: 1\n  a: 2\n- {b: [{c: 1, c: 2}]}\n")),
+        ("bad_yaml", "b.yaml:3:3", "`a`", "line 2"),
+        ("bad_yaml", "b.yaml:4:15", "`c`", "line 4"),
+    )
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_bytes(b"\xff\xfe\x00")
-    where, message, _ = faults(file)[0]
-    assert (where, message.startswith("a.yaml cannot be read as text: ")) == ("a.yaml:1:1", True)
+    assert_problems(faults(file), ("bad_yaml", "a.yaml:1:1", "cannot be read as text"))
 
 
 def test_a_whole_number_of_too_many_digits_is_refused() -> None:
@@ -103,13 +102,13 @@ def test_a_whole_number_of_too_many_digits_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("a: " + "[" * 32 + "]" * 32, "nested more than 32 levels deep"),
+        ("a: " + "[" * 32 + "]" * 32, "more than 32 levels"),
         ("a: &a [1]\nb: &b [*a, *a]\n" + "".join(f"c{n}: &c{n} [{', '.join([f'*c{n - 1}' if n else '*b'] * 9)}]\n"
                                                for n in range(5)), "more than 20,000 values"),
-        ("a: &a [*a]", "it contains itself, through an alias"),
+        ("a: &a [*a]", "contains itself"),
         ("a: '${" + "x" * 2000 + "}'", "has 2,003 characters; at most 2000"),
-        ("a: !!binary aGk=", "!!binary is not a type that a recipe can contain"),
-        ("a: !!set {b: null}", "!!set is not a type that a recipe can contain"),
+        ("a: !!binary aGk=", "!!binary"),
+        ("a: !!set {b: null}", "!!set"),
     ],
 )  # fmt: skip
 def test_what_a_file_expands_to_is_bounded(text: str, reason: str) -> None:
@@ -132,24 +131,23 @@ def test_what_lies_within_the_bounds_is_read(tmp_path: Path) -> None:
 def test_where_a_plain_file_is_no_yaml(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("a: 1\nb: [1\n")
-    with pytest.raises(UnreadableFileError, match="is not YAML: expected ',' or ']'") as error:
+    with pytest.raises(UnreadableFileError, match="',' or ']'") as error:
         read_plain(file)
     (problem,) = error.value.problems
-    assert (problem.line, problem.column, problem.file) == (3, 1, str(file))
+    assert (problem.code, problem.where()) == ("unreadable_file", f"{file}:3:1")
 
 
 @pytest.mark.parametrize(
-    ("text", "where", "message"),
+    ("text", "where", "part"),
     [
-        ("a: 1\n? [x, y]\n: 2\n", "2:3", "a key must be a word"),
-        ("a: \x07\n", "1:1", "a.yaml cannot be read as text: unacceptable character #x0007"),
-        ("é: &\n", "1:5", "this is not YAML: expected alphabetic or numeric character"),
-        ("a:1", "1:1", "expected a file of `key: value` lines"),
+        ("a: 1\n? [x, y]\n: 2\n", "2:3", "a word"),
+        ("a: \x07\n", "1:1", "#x0007"),
+        ("é: &\n", "1:5", "not YAML"),
+        ("a:1", "1:1", "`key: value`"),
     ],
 )
-def test_other_faults_have_their_places_too(write, text: str, where: str, message: str) -> None:
-    ((place, told, _),) = faults(write("a.yaml", text))
-    assert place == f"a.yaml:{where}" and told.startswith(message)
+def test_other_faults_have_their_places_too(write, text: str, where: str, part: str) -> None:
+    assert_problems(faults(write("a.yaml", text)), ("bad_yaml", f"a.yaml:{where}", part))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +185,7 @@ def test_a_shipped_file_that_changes_is_read_again(tmp_path: Path, monkeypatch: 
 
 
 def test_nesting_that_would_fill_a_stack_is_refused() -> None:
-    with pytest.raises(YamlLimitError, match="nested more than 32 levels deep"):
+    with pytest.raises(YamlLimitError, match="more than 32 levels"):
         compose_yaml("a: " + "[" * 200_000)
 
 

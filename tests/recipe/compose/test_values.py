@@ -59,13 +59,13 @@ def test_what_a_reference_leads_to(written: str, resolved: object) -> None:
 @pytest.mark.parametrize(
     ("written", "reason"),
     [
-        ({"here": "${gone.b}"}, r"Interpolation key 'gone.b' not found"),
-        ({"here": "${list.2}", "list": [1, 2]}, r"Interpolation key 'list.2' not found"),
-        ({"here": "${here}"}, "Recursive interpolation detected"),
-        ({"here": "${there}", "there": "${here}"}, "Recursive interpolation detected"),
+        ({"here": "${gone.b}"}, "'gone.b'"),
+        ({"here": "${list.2}", "list": [1, 2]}, "'list.2'"),
+        ({"here": "${here}"}, "Recursive"),
+        ({"here": "${there}", "there": "${here}"}, "Recursive"),
         ({"here": "${open}", "open": "???"}, "`open` has no value"),
-        ({"here": "${env:HOME}"}, r"a recipe has no resolver `env`, only \$\{shipped:...\} and"),
-        ({"here": "${shipped:a,b}"}, r"\$\{shipped:...\} takes one value, not 2"),
+        ({"here": "${env:HOME}"}, r"no resolver `env`, only \$\{shipped:...\}"),
+        ({"here": "${shipped:a,b}"}, r"\$\{shipped:...\} .* not 2"),
     ],
 )
 def test_what_cannot_be_resolved_says_why(written: dict[str, object], reason: str) -> None:
@@ -85,7 +85,7 @@ def test_texts_and_chains_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "MAX_CHARS", 8)
     resolver = Resolver({"four": "abcd", "eight": "${four}${four}", "nine": "${four}${four}x"})
     assert resolver.value(("eight",)) == "abcdabcd"
-    with pytest.raises(InterpolationError, match="a text of more than 8 characters"):
+    with pytest.raises(InterpolationError, match="more than 8 characters"):
         resolver.value(("nine",))
     chain = {f"k{number}": f"${{k{number + 1}}}" for number in range(60)} | {"k60": 1}
     assert Resolver(chain).value(("k20",)) == 1

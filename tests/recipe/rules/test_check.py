@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lab.drawing import slow_after
+from lab.problems import assert_problems, words
+from lab.recorded import Recorded
 
 from trainspec_cli.recipe.field_types import Range, ranges_of
 from trainspec_cli.recipe.keys.cluster import Machine
@@ -24,27 +26,19 @@ AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 
 REFUSALS = json.loads(Path(__file__).with_name("refusals.json").read_text())
-"""What changes to a sound recipe are refused for: each problem's code, path, message and hint, in order; none where
-the changes are allowed."""
-
-
-def told(problems) -> list[tuple[str, str, str, str]]:
-    return [(problem.code, problem.path, problem.message, problem.hint) for problem in problems]
+"""Changes to a sound recipe, and each problem's code and path, in order; none where the changes are allowed."""
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "message", "hint"),
+    ("path", "value", "parts"),
     [
-        ("train.max_steps", 0, "`train.max_steps` is 0; expected a whole number of at least 1",
-         "set train.max_steps=1 or more"),
-        ("optim.beta1", 1, "`optim.beta1` is 1; expected a number of at least 0 and less than 1", ""),
-        ("data.tokenizer.vocab_size", 200,
-         "`data.tokenizer.vocab_size` is 200; expected a whole number of at least 257",
-         "set data.tokenizer.vocab_size=257 or more"),
+        ("train.max_steps", 0, ["train.max_steps=1 or more"]),
+        ("optim.beta1", 1, ["at least 0", "less than 1"]),
+        ("data.tokenizer.vocab_size", 200, ["data.tokenizer.vocab_size=257 or more"]),
     ],
-)  # fmt: skip
-def test_ranges(make_spec, path: str, value: Any, message: str, hint: str) -> None:
-    assert told(check(make_spec({path: value}))) == [("out_of_range", path, message, hint)]
+)
+def test_ranges(make_spec, path: str, value: Any, parts: list[str]) -> None:
+    assert_problems(check(make_spec({path: value})), ("out_of_range", path, f"`{path}` is {value};", *parts))
 
 
 def sections_below(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
@@ -74,26 +68,23 @@ def test_every_number_of_a_spec_has_a_range() -> None:
         assert set(numbers_of(section)) == set(ranges_of(section)), section
 
 
-DIVISION = [
-    ({"layout.dp_shard": 3}, "layout.dp_shard",
-     "the cluster has 1 x 2 = 2 processes (nodes x devices), but the layout asks for dp_shard=3, "
-     "which does not divide the processes",
-     "set layout.dp_shard=auto; with the other axes unchanged, it may be 1, 2"),
-    ({"layout.dp_shard": 4, "layout.dp_replicate": 1}, "layout.dp_shard",
-     "the cluster has 1 x 2 = 2 processes (nodes x devices), but the layout asks for dp_shard=4, which makes 4",
-     "set layout.dp_shard=auto; with the other axes unchanged, it may be 1, 2"),
-    ({"layout.dp_shard": 1, "layout.dp_replicate": 1}, "layout.dp_shard",
-     "the cluster has 1 x 2 = 2 processes (nodes x devices), but the layout asks for every axis=1, which makes 1",
-     "set layout.dp_shard=auto; with the other axes unchanged, it may be 1, 2"),
-    ({"layout.dp_shard": 3, "layout.dp_replicate": 3, "cluster.num_nodes": 2}, "layout.dp_shard",
-     "the cluster has 2 x 2 = 4 processes (nodes x devices), but the layout asks for dp_replicate=3 x dp_shard=3, "
-     "which makes 9", "choose axes whose product divides 4, or change cluster.devices_per_node"),
-]  # fmt: skip
+ANY_FACTOR = "set layout.dp_shard=auto; with the other axes unchanged, it may be 1, 2"
 
 
-@pytest.mark.parametrize(("changes", "path", "message", "hint"), DIVISION)
-def test_what_does_not_divide(make_spec, changes: dict[str, Any], path: str, message: str, hint: str) -> None:
-    assert told(check(make_spec(changes))) == [("not_divisible", path, message, hint)]
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"layout.dp_shard": 3}, ["1 x 2 = 2 ", "dp_shard=3", ANY_FACTOR]),
+        ({"layout.dp_shard": 4, "layout.dp_replicate": 1}, ["dp_shard=4", "makes 4", ANY_FACTOR]),
+        ({"layout.dp_shard": 1, "layout.dp_replicate": 1}, ["every axis=1", "makes 1", ANY_FACTOR]),
+        (
+            {"layout.dp_shard": 3, "layout.dp_replicate": 3, "cluster.num_nodes": 2},
+            ["2 x 2 = 4 ", "dp_replicate=3 x dp_shard=3", "makes 9", "divides 4", "cluster.devices_per_node"],
+        ),
+    ],
+)
+def test_what_does_not_divide(make_spec, changes: dict[str, Any], parts: list[str]) -> None:
+    assert_problems(check(make_spec(changes)), ("not_divisible", "layout.dp_shard", *parts))
 
 
 @pytest.mark.parametrize(
@@ -127,11 +118,10 @@ def test_any_batch_divides_over_any_number_of_ranks(make_spec, changes: dict[str
 
 
 def test_a_tokenizer_fits_the_model(make_spec) -> None:
-    assert told(check(make_spec({"data.tokenizer.vocab_size": 600}))) == [
-        ("out_of_range", "data.tokenizer.vocab_size",
-         "a tokenizer of 600 tokens does not fit a model with `model.vocab_size` 512",
-         "set model.vocab_size=600, or data.tokenizer.vocab_size=512")
-    ]  # fmt: skip
+    assert_problems(
+        check(make_spec({"data.tokenizer.vocab_size": 600})),
+        ("out_of_range", "data.tokenizer.vocab_size", "model.vocab_size=600", "data.tokenizer.vocab_size=512"),
+    )
     assert check(make_spec({"data.tokenizer.vocab_size": 300})) == []
 
 
@@ -140,32 +130,21 @@ def test_data_files(make_spec, tmp_path, monkeypatch) -> None:
     (tmp_path / "a.txt").write_text("x")
     for path in ("a.txt", "*.txt", "."):
         assert check(make_spec({"data.source": "text", "data.path": path})) == []
-    assert told(check(make_spec({"data.path": "b.txt"}))) == [
-        ("missing_file", "data.path", f"`data.path` is b.txt; no such file, folder or glob in {tmp_path}",
-         "set data.path=<the file, folder or glob's path>")
-    ]  # fmt: skip
-    assert told(check(make_spec({"data.source": "tokens", "data.path": "/no/where"}))) == [
-        ("missing_file", "data.path", "`data.path` is /no/where; no such folder",
-         "set data.path=<the folder's path>")
-    ]  # fmt: skip
+    for changes, *expected in (
+        ({"source": "text", "path": "b.txt"}, "missing_file", "data.path", "b.txt;", str(tmp_path), "<the file, "),
+        ({"source": "tokens", "path": "/no/where"}, "missing_file", "data.path", "/no/where;", "<the folder"),
+        ({"source": "jsonl", "path": None}, "missing_value", "data.path", "data=jsonl", "set data.path="),
+        ({"source": "python_stdlib", "path": "a.txt"}, "unsupported", "data.path", "a.txt", "data=text or data=jsonl"),
+        ({"path": None, "tokenizer.path": "t.json"}, "missing_file", "data.tokenizer.path", "t.json;", str(tmp_path)),
+    ):
+        spec = make_spec({f"data.{key}": value for key, value in changes.items()})
+        assert_problems(check(spec), tuple(expected))
+    make_spec({"data.tokenizer.path": None})
     for source in ("tokens", "images", "volumes"):
         is_a_file = check(make_spec({"data.source": source, "data.path": "a.txt"}))
-        message = f"`data.path` is a.txt; no such folder in {tmp_path}"
-        assert message in [problem.message for problem in is_a_file]
+        assert_problems(is_a_file[:1], ("missing_file", "data.path", "a.txt;", f"no such folder in {tmp_path}"))
         missing = check(make_spec({"data.source": source, "data.path": None}))
-        assert f"`data.path` is null; data={source} reads a folder" in [problem.message for problem in missing]
-    assert told(check(make_spec({"data.source": "jsonl", "data.path": None}))) == [
-        ("missing_value", "data.path", "`data.path` is null; data=jsonl reads a file, folder or glob",
-         "set data.path=<path>")
-    ]  # fmt: skip
-    assert told(check(make_spec({"data.source": "python_stdlib", "data.path": "a.txt"}))) == [
-        ("unsupported", "data.path", "`data.path` is a.txt, but data=python_stdlib reads no file",
-         "set data=text or data=jsonl")
-    ]  # fmt: skip
-    assert told(check(make_spec({"data.path": None, "data.tokenizer.path": "t.json"}))) == [
-        ("missing_file", "data.tokenizer.path", f"`data.tokenizer.path` is t.json; no such file in {tmp_path}",
-         "set data.tokenizer.path=<the file's path>")
-    ]  # fmt: skip
+        assert_problems(missing[:1], ("missing_value", "data.path", f"data={source} ", "a folder"))
 
 
 def host(*gpus: str) -> Machine:
@@ -175,10 +154,11 @@ def host(*gpus: str) -> Machine:
 def test_gpus_that_lack_are_the_machines_fault(make_spec) -> None:
     spec = make_spec({"cluster.device": "cuda"})
     (none,), (few,) = check_machine(spec, host()), check_machine(spec, host("H200"))
-    assert (none.code, none.environment, few.code, few.environment) == ("no_gpu", True, "too_few_gpus", True)
-    assert none.message == "`cluster.device` is cuda, but box has no GPU"
-    assert few.message == "`cluster.devices_per_node` is 2, but box has 1 GPUs"
-    assert few.hint == "set cluster.devices_per_node=1, or auto"
+    assert none.environment and few.environment
+    assert_problems([none], ("no_gpu", "cluster.device", "`cluster.device`", "box"))
+    assert_problems(
+        [few], ("too_few_gpus", "cluster.devices_per_node", "is 2", "box has 1", "set cluster.devices_per_node=1")
+    )
     assert check_machine(spec, host("H200", "H200")) == []
     assert check_machine(make_spec({"cluster.device": "cpu"}), host()) == []
 
@@ -211,8 +191,8 @@ def test_an_accelerator_that_is_named_is_asked_for(make_spec, device, vendor, gp
 def test_a_package_that_lacks(make_spec, monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (problem,) = check_machine(make_spec({"tracking.tensorboard": True}), host())
-    assert (problem.code, problem.environment) == ("missing_package", True)
-    assert problem.hint == "run pip install 'trainspec[tensorboard]'"
+    assert problem.environment
+    assert_problems([problem], ("missing_package", "tracking.tensorboard", "pip install 'trainspec[tensorboard]'"))
 
 
 MODELS = {
@@ -267,9 +247,8 @@ def test_a_family_may_do_without_some_sizes(make_spec) -> None:
     spec, _ = build(RunSpec, {**plain, "model": MODELS["hybrid"] | {"hidden_size": 0, "head_dim": 0}})
     assert {problem.path for problem in check(spec)} == {"model.hidden_size", "model.head_dim"}
     spec, _ = build(RunSpec, {**plain, "model": MODELS["conv"] | {"widths": [8, 0]}})
-    assert ("model.widths", "`model.widths` is [8, 0]; expected numbers of at least 1") in {
-        (problem.path, problem.message) for problem in check(spec)
-    }
+    (problem,) = (problem for problem in check(spec) if problem.path == "model.widths")
+    assert problem.code == "out_of_range" and "[8, 0]" in problem.message and "at least 1" in problem.message
 
 
 def test_unknown_values_hide_no_faults_of_others(data) -> None:
@@ -285,8 +264,8 @@ def test_compiling_without_a_compiler_is_told_before_the_workers_start(make_spec
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     (problem,) = check_machine(make_spec({"compile": True, "cluster.device": "cpu"}), host())
-    assert (problem.code, problem.environment) == ("missing_compiler", True)
-    assert problem.hint == "set compile=false, or install one (apt install g++)"
+    assert problem.environment
+    assert_problems([problem], ("missing_compiler", "compile", "compile=false", "apt install g++"))
     assert check_machine(make_spec({"compile": False, "cluster.device": "cpu"}), host()) == []
     (tmp_path / "clang++").write_text("#!/bin/sh")
     (tmp_path / "clang++").chmod(0o755)
@@ -294,11 +273,13 @@ def test_compiling_without_a_compiler_is_told_before_the_workers_start(make_spec
 
 
 @pytest.mark.parametrize("case", REFUSALS, ids=[json.dumps(case["changes"])[:60] for case in REFUSALS])
-def test_refusals(make_spec, tmp_path, monkeypatch, case: dict[str, Any]) -> None:
+def test_refusals(make_spec, tmp_path, monkeypatch, case: dict[str, Any], recorded: Recorded) -> None:
     (tmp_path / "text.txt").write_text("x")
     monkeypatch.chdir(tmp_path)
     rules = {"check": check, "engine": check_engine}[case["rules"]]
-    assert told(rules(make_spec(case["changes"]))) == [tuple(problem) for problem in case["problems"]]
+    problems = rules(make_spec(case["changes"]))
+    assert_problems(problems, *map(tuple, case["problems"]))
+    recorded(words(problems))
 
 
 def test_a_launch_sets_the_axes_beside_data_parallelism_to_1(make_spec) -> None:
@@ -364,17 +345,13 @@ def test_what_a_machine_lacks_for_tables_fp8_and_memory_copies(make_spec, monkey
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     parts = {"data.source": "parquet", "data.path": str(tmp_path), "data.validation": {"v": {"source": "arrow"}}}
     tables = check_machine(make_spec(parts | {"precision.matmul": "fp8", "tracking.wandb": True}), host())
-    assert told(tables) == [
-        ("missing_package", "tracking.wandb", "`tracking.wandb` is true, but the package wandb is not installed",
-         "run pip install 'trainspec[wandb]'"),
-        ("missing_package", "data.source", "`data.source` is parquet, but the package pyarrow is not installed",
-         "run pip install 'trainspec[hf]'"),
-        ("missing_package", "data.validation.v.source",
-         "`data.validation.v.source` is arrow, but the package pyarrow is not installed",
-         "run pip install 'trainspec[hf]'"),
-        ("missing_package", "precision.matmul", "`precision.matmul` is fp8, but the package torchao is not installed",
-         "run pip install 'trainspec[float8]'"),
-    ]  # fmt: skip
+    assert_problems(
+        tables,
+        ("missing_package", "tracking.wandb", " wandb ", "pip install 'trainspec[wandb]'"),
+        ("missing_package", "data.source", " pyarrow ", "pip install 'trainspec[hf]'"),
+        ("missing_package", "data.validation.v.source", " pyarrow ", "pip install 'trainspec[hf]'"),
+        ("missing_package", "precision.matmul", " torchao ", "pip install 'trainspec[float8]'"),
+    )
     assert {problem.environment for problem in tables} == {True}
 
 
@@ -382,8 +359,8 @@ def test_copies_in_memory_need_shared_memory(make_spec, monkeypatch) -> None:
     copies = make_spec({"checkpoint.memory_interval_steps": 2})
     assert check_machine(copies, host()) == []
     monkeypatch.setattr(Path, "is_dir", lambda folder: False)
-    (problem,) = check_machine(copies, host())
-    assert (problem.code, problem.hint) == ("no_shared_memory", "set checkpoint.memory_interval_steps=null")
+    key = "checkpoint.memory_interval_steps"
+    assert_problems(check_machine(copies, host()), ("no_shared_memory", key, f"{key}=null"))
     assert check_machine(make_spec({"checkpoint.memory_interval_steps": None}), host()) == []
 
 
@@ -392,9 +369,7 @@ def test_what_follows_the_heldout_loss_needs_evaluations_and_one_replica_group(
     make_spec: Any, wanted: dict[str, object]
 ) -> None:
     (path,) = wanted
-    (problem,) = check(make_spec(wanted))
-    assert (problem.code, problem.path) == ("missing_value", path)
-    assert problem.hint == "set train.eval_interval_steps=100, or another number"
+    assert_problems(check(make_spec(wanted)), ("missing_value", path, "train.eval_interval_steps=100"))
     evaluated = wanted | {"train.eval_interval_steps": 5}
     assert check(make_spec(evaluated)) == []
     groups = {"resilience.mode": "elastic", "resilience.replica_groups": 2, "cluster.devices_per_node": 2}

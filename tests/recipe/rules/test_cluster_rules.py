@@ -1,4 +1,4 @@
-"""What may be said of a cluster's failures, site, power and price; and that shipped files and code agree."""
+"""Rules for a cluster's failures, site, power and price; shipped files and code agree."""
 
 from dataclasses import asdict, fields, replace
 from pathlib import Path

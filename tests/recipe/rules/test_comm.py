@@ -90,4 +90,4 @@ def test_formats_need_an_exchange_that_they_are_for(
 def test_buckets_are_of_gradients_that_go_together(comm: dict[str, Any], layout: Layout, device: str, why: str) -> None:
     found = list(joined(with_comm(**comm), layout, device))
     assert len(found) == bool(why)
-    assert all(why in problem.message and problem.hint == "set comm.bucket_bytes=null" for problem in found)
+    assert all(why in problem.message and "comm.bucket_bytes=null" in problem.hint for problem in found)

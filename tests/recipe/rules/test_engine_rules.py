@@ -1,8 +1,9 @@
-"""What can be planned but not trained is refused, never passed over."""
+"""Recipes that can be planned but not trained are refused."""
 
 from __future__ import annotations
 
 import pytest
+from lab.problems import assert_problems
 
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
@@ -23,10 +24,9 @@ def test_a_plain_recipe_is_trained(make_spec):
     ],
 )
 def test_a_value_that_only_the_planner_knows_is_refused(make_spec, path, value, choices):
-    (problem,) = check_engine(make_spec({path: value}))
-    assert problem.code == "unsupported"
-    assert problem.message == f"`{path}` is {value}; this version trains with {choices}"
-    assert problem.hint.startswith(f"set {path}={choices.split()[0]}, or predict it with trainspec plan")
+    choice = f"set {path}={choices.split()[0]}"
+    problems = check_engine(make_spec({path: value}))
+    assert_problems(problems, ("unsupported", path, f"`{path}` is {value};", choices, choice, "trainspec plan"))
 
 
 def test_every_refusal_is_told_at_once(make_spec):
@@ -79,7 +79,8 @@ def test_a_pinned_layout_is_one_that_the_framework_has(make_spec):
     pinned = {"layout.pp": 2, "layout.pipeline_schedule": "zero_bubble", "layout.dp_shard": 2, "layout.zero_stage": 3}
     assert list(framework_has(make_spec(pinned))) == []
     problems = list(framework_has(make_spec(facts | pinned)))
-    assert [problem.hint for problem in problems] == ["set layout.zero_stage=1", "set layout.pipeline_schedule=1f1b"]
+    hints = [problem.hint.removeprefix("set ") for problem in problems]
+    assert hints == ["layout.zero_stage=1", "layout.pipeline_schedule=1f1b"]
     assert list(framework_has(make_spec(facts | pinned | {"layout.pp": 1, "layout.dp_shard": 1}))) == []
 
 
@@ -117,7 +118,7 @@ def test_resnets_and_unets_are_trained(told, model):
 def test_a_detector_is_refused(told):
     ((path, message),) = told({**RESNET, "architecture": "maskrcnn"})
     assert path == "model.architecture"
-    assert message == "the engine trains a resnet or a unet; a maskrcnn can be planned"
+    assert all(word in message for word in ("resnet", "unet", "maskrcnn"))
 
 
 @pytest.mark.parametrize(
@@ -131,9 +132,9 @@ def test_convolutions_are_spread_over_data_alone(told, axis, reason):
 
 def test_text_and_images_are_not_mixed_up(told):
     ((path, message),) = told(RESNET, {"source": "python_stdlib"})
-    assert (path, message[:26]) == ("data.source", "data=python_stdlib is text")
+    assert path == "data.source" and "data=python_stdlib is text" in message
     ((path, message),) = told(None)
-    assert (path, message) == ("data.source", "data=phantom has no tokens, which a decoder model needs")
+    assert path == "data.source" and "data=phantom has no tokens" in message
     ((path, _),) = told(RESNET, {"seq_len": 64})
     assert path == "data.seq_len"
 
@@ -179,5 +180,5 @@ def test_a_gpu_without_fp8_is_told_and_a_cpu_emulates(make_spec):
 
 def test_torchao_may_lack(make_spec, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torchao" else object())
-    (problem,) = check_machine(make_spec(FP8), Machine("node", 2, 2**34))
-    assert problem.hint == "run pip install 'trainspec[float8]'"
+    problems = check_machine(make_spec(FP8), Machine("node", 2, 2**34))
+    assert_problems(problems, ("missing_package", "precision.matmul", "pip install 'trainspec[float8]'"))

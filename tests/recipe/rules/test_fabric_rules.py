@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from lab.problems import assert_problems
 
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.rules.check import check
@@ -28,17 +29,17 @@ def test_whole_elements_inside_one_another_are_taken(make_spec: Callable[..., Ru
 @pytest.mark.parametrize(
     ("tiers", "path", "message"),
     [
-        ([DOMAIN], "", "has one tier, `nvlink`; expected a scale-up domain and a network"),
-        ([DOMAIN, {"name": "leaf"}, SPINE], ".1.devices", "only the first and the last tier take it from the cluster"),
+        ([DOMAIN], "", "one tier, `nvlink`"),
+        ([DOMAIN, {"name": "leaf"}, SPINE], ".1.devices", "first and the last tier"),
         (
             [DOMAIN, {"name": "leaf", "devices": 20}, SPINE],
             ".1.devices",
-            "is 20; a `leaf` must contain several `nvlink` elements (8 devices each), and entire nodes of 8",
+            "is 20; a `leaf` ",
         ),
         ([DOMAIN, {"name": "leaf", "devices": 64}, {"name": "spine", "devices": 64}], ".2.devices", "several `leaf`"),
-        ([DOMAIN, {"name": "leaf", "devices": 8}, SPINE], ".1.devices", "several `nvlink` elements (8 devices each)"),
-        ([DOMAIN, LEAF, {"name": "spine", "devices": 32}], ".2.devices", "is 32, but the cluster has 64 devices"),
-        ([{"name": "nvlink", "kind": "roce"}, SPINE], ".0.kind", "the first tier is the devices' own links"),
+        ([DOMAIN, {"name": "leaf", "devices": 8}, SPINE], ".1.devices", "several `nvlink` "),
+        ([DOMAIN, LEAF, {"name": "spine", "devices": 32}], ".2.devices", "cluster has 64 devices"),
+        ([{"name": "nvlink", "kind": "roce"}, SPINE], ".0.kind", "the first tier"),
         ([DOMAIN, {"name": "spine", "oversubscription": 0.5}], ".1.oversubscription", "at least 1"),
     ],
 )
@@ -53,7 +54,7 @@ def test_what_is_refused(
 def test_a_size_that_fits_is_named(make_spec: Callable[..., RunSpec]) -> None:
     tiers = [DOMAIN, {"name": "leaf", "devices": 20}, SPINE]
     [problem] = check(make_spec({"cluster.devices_per_node": 8, "cluster.fabric.tiers": tiers}))
-    assert problem.hint == "set a multiple of 8, such as 16"
+    assert "multiple of 8, such as 16" in problem.hint
 
 
 @pytest.mark.parametrize(
@@ -63,12 +64,12 @@ def test_a_size_that_fits_is_named(make_spec: Callable[..., RunSpec]) -> None:
         (
             {"planes": 3, "nic_gbit_per_s": 800, "switch_tbit_per_s": 51.3},
             "planes",
-            "a switch of 51.3 Tbit/s would have 192.375 ports of 266.667 Gbit/s; expected an even whole number",
+            "51.3 Tbit/s would have 192.375 ports of 266.667 Gbit/s",
         ),
         (
             {"planes": 1, "nic_gbit_per_s": 800, "switch_tbit_per_s": 6.4},
             "switch_tiers",
-            "is 2, which connect 32 NICs, but the cluster has 64 devices",
+            "is 2, which connect 32 NICs,",
         ),
         ({"planes": 1, "nic_gbit_per_s": 800, "switch_tbit_per_s": 6.4, "switch_tiers": 3}, None, ""),
     ],
@@ -84,10 +85,8 @@ def test_planes_join_every_nic_by_whole_ports(
 
 def test_nodes_that_nothing_joins_are_refused(make_spec: Callable[..., RunSpec]) -> None:
     alone = {"cluster.nic_gbit_per_s": 0, "cluster.num_nodes": 1, "cluster.devices_per_node": 8}
-    [problem] = check(make_spec({**alone, "cluster.num_nodes": 8}))
-    assert (problem.path, problem.code) == ("cluster.nic_gbit_per_s", "out_of_range")
-    assert "8 nodes exchange data over their NICs" in problem.message
-    assert "set cluster.nic_gbit_per_s=400" in problem.hint
+    expected = ("out_of_range", "cluster.nic_gbit_per_s", "8 nodes", "cluster.nic_gbit_per_s=400")
+    assert_problems(check(make_spec({**alone, "cluster.num_nodes": 8})), expected)
     assert check(make_spec(alone)) == []
     assert check(make_spec({**alone, "cluster.num_nodes": 8, "cluster.nic_gbit_per_s": None})) == []
     tiers = [{"name": "node", "devices": 8}, {"name": "network", "gbit_per_s": 200}]

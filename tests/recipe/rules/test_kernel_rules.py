@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib import metadata
 
 import pytest
+from lab.problems import assert_problems
 
 from trainspec_cli.recipe.keys import kernels
 from trainspec_cli.recipe.keys.cluster import Machine
@@ -29,9 +30,7 @@ def problems(spec: RunSpec, machine: Machine | None = None) -> list[str]:
 
 def test_an_unknown_operation_names_those_there_are(data) -> None:
     _, found = build(RunSpec, {**data, "kernels": {"ropes": "halves"}})
-    assert [(problem.message, problem.hint) for problem in found] == [
-        ("unknown key `kernels.ropes`", "did you mean `kernels.rope`?")
-    ]
+    assert_problems(found, ("unknown_key", "kernels.ropes", "`kernels.ropes`", "`kernels.rope`?"))
 
 
 @pytest.mark.parametrize(
@@ -59,17 +58,16 @@ def test_auto_asks_for_no_operation_in_particular(make_spec: Make) -> None:
             {"kernels.rms_norm": "liger"},
             GPU,
             "package",
-            "`kernels.rms_norm` is liger: the package liger_kernel is not installed (pip install 'trainspec[kernels]') "
-            "-> run pip install 'trainspec[kernels]', or kernels.rms_norm=torch",
+            "or kernels.rms_norm=torch",
         ),
         # A package that no device here could use would not help.
         (
             {"kernels.rms_norm": "liger"},
             CPU,
             "package",
-            "`kernels.rms_norm` is liger: it runs only on CUDA -> set kernels.rms_norm=torch",
+            "only on CUDA -> set kernels.rms_norm=torch",
         ),
-        ({"kernels.rope": "compiled"}, CPU, "compiler", "no C++ compiler (g++, clang++) is on the PATH"),
+        ({"kernels.rope": "compiled"}, CPU, "compiler", "C++ compiler (g++, clang++)"),
         ({"kernels.rope": "halves"}, CPU, "compiler", ""),
         ({"kernels.linear_cross_entropy": "native"}, CPU, "2.11.0+cpu", "it needs torch 2.13"),
         ({"kernels.linear_cross_entropy": "native"}, CPU, "2.13.0", ""),
@@ -96,10 +94,10 @@ def planned(spec: RunSpec) -> Plan:
 @pytest.mark.parametrize(
     ("op", "name", "changes", "values", "words"),
     [
-        ("attention", "math", {}, {}, "it needs more memory than the plan counts"),
+        ("attention", "math", {}, {}, "more memory"),
         ("rope", "liger", {}, {}, "only on CUDA"),
-        ("rope", "compiled", {"compile": True}, {}, "compiled blocks keep the default"),
-        ("rope", "compiled", {}, {"recompute": "selective"}, "recompute=selective must see each operation"),
+        ("rope", "compiled", {"compile": True}, {}, "compiled blocks"),
+        ("rope", "compiled", {}, {"recompute": "selective"}, "recompute=selective"),
         ("linear_cross_entropy", "native", {}, {"layout": Layout(tp=2)}, "layout.tp shards the vocabulary"),
     ],
 )
@@ -151,7 +149,7 @@ def test_the_operations_of_other_families(data) -> None:
 )
 def test_a_cuda_kernel_runs_where_the_run_does(device: str, machine: Machine, refused: bool, make_spec: Make) -> None:
     told = problems(make_spec({"kernels.attention": "efficient", "cluster.device": device}), machine)
-    assert any("it runs only on CUDA" in words for words in told) is refused
+    assert any("only on CUDA" in words for words in told) is refused
 
 
 @pytest.mark.parametrize(

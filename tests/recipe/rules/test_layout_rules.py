@@ -1,4 +1,4 @@
-"""What no layout can be is refused, with the reason and what to type."""
+"""Impossible layouts are refused, with the reason and the correction."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NF4 = {"lora.rank": 4, "lora.base": "nf4"}
     [
         ({"lora.rank": 4, "layout.pp": 2, "layout.pipeline_schedule": "zbv"}, "layout.pipeline_schedule", "adapters"),
         ({"lora.rank": 4, "lora.targets": []}, "lora.targets", "`lora.targets` is []"),
-        ({"lora.base": "nf4"}, "lora.base", "trained weights are not quantised"),
-        (NF4 | {"offload": "optimizer"}, "offload", "4-bit ones stay on the device"),
+        ({"lora.base": "nf4"}, "lora.base", "not quantised"),
+        (NF4 | {"offload": "optimizer"}, "offload", "4-bit ones"),
         (NF4 | {"model.experts": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 64}}, "lora.base", "routed experts"),
         (NF4 | {"model.mla": {"kv_lora_rank": 8}}, "lora.base", "latent attention"),
         (NF4 | {"model.ffn_size": 129}, "lora.base", "rows of 129 (`model.ffn_size`) are not divisible by 2"),
@@ -29,7 +29,7 @@ NF4 = {"lora.rank": 4, "lora.base": "nf4"}
     ],
 )
 def test_adapters_documents_and_whole_attention(make_spec, changes, path, words):
-    """Each of these rules alone refuses a run that would train something else than was asked for."""
+    """Each rule alone refuses a run that would train something other than the recipe's request."""
     found = [(problem.path, problem.message) for problem in check_engine(make_spec(changes))]
     assert any(where == path and words in message for where, message in found), found
 
@@ -43,7 +43,7 @@ def test_adapters_and_documents_are_for_decoders_alone(make_spec, family):
     plain = to_plain(make_spec({"lora.rank": 4, "data.document_masks": True})) | {"model": models[family]}
     spec, _ = build(RunSpec, plain)
     found = {problem.path: problem.message for problem in check_engine(spec)}
-    assert found["lora.rank"] == f"only decoders can have adapters; `model.family` is {family}"
+    assert f"`model.family` is {family}" in found["lora.rank"]
     assert "rotary embeddings" in found["data.document_masks"]
 
 

@@ -1,4 +1,4 @@
-"""What a recipe says of one's own blocks and loss fits the code, the layout and the rest, before any of it runs."""
+"""Keys for user-defined blocks and losses are checked against code, layout and the rest before the code runs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_loss_of_ones_own_is_for_text_and_sees_the_whole_vocabulary(make_spec:
     (problem,) = check_engine(cut)
     assert (problem.path, problem.hint) == ("layout.tp", "set layout.tp=1")
     images = replace(cut, model=ConvModel("unet", (16, 16), (8, 16)))
-    assert any("`train.loss` is for text models" in problem.message for problem in check(images))
+    assert any("`train.loss` is for text" in problem.message for problem in check(images))
 
 
 # A source that is one of several: what is wrong with it is said of its own key.

@@ -37,7 +37,7 @@ def test_a_time_within_its_own_warning_is_refused() -> None:
     (problem,) = problems_of(SlurmSpec(time="2:00"))
     assert "`2:00`, 120 s:" in problem.message and problem.path == "cluster.slurm.time"
     (problem,) = problems_of(SlurmSpec(time="2"))
-    assert "`2`, 120 s (a plain number is minutes)" in problem.message
+    assert "`2`, 120 s (a plain number" in problem.message
     assert problems_of(SlurmSpec(time="2:00", warn_s=60)) == []
 
 

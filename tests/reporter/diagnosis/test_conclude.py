@@ -32,12 +32,12 @@ def longer(seconds: float) -> dict[str, float]:
     ("counters", "cause", "why"),
     [
         ({"cpu_s": 0.1}, "slow_device", "more processor time"),
-        ({}, "slow_device", "no system counter shows a reason"),
+        ({}, "slow_device", "no system counter"),
         ({"throttled_s": 0.1, "queued_s": 0.1}, "slow_device", "a quota"),
         ({"queued_s": 0.1}, "stolen_cores", "other processes"),
         ({"starved_s": 0.1}, "host_bound", "to queue work"),
-        ({"major_faults": 300.0}, "memory_pressure", "more pages per step back from disk"),
-        ({"starved_s": 0.1, "allocator_retries": 2.0}, "memory_pressure", "releases its cache 2.0 more times"),
+        ({"major_faults": 300.0}, "memory_pressure", "pages per step"),
+        ({"starved_s": 0.1, "allocator_retries": 2.0}, "memory_pressure", "its cache 2.0 more"),
         ({"tokens": 2048.0, "cpu_s": 0.1}, "uneven_lengths", "50% more work"),
         ({"attended": 2048.0 * 512, "cpu_s": 0.1}, "uneven_lengths", "50% more work"),
     ],
@@ -419,7 +419,7 @@ def test_a_queue_that_has_drained_before_the_small_exchange_is_a_narrow_links():
 
 @pytest.mark.parametrize(("between", "cause"), [((3, 4), "delayed_link"), ((4, 5), "as_planned")])
 def test_a_small_exchange_makes_several_round_trips_between_nodes(between, cause):
-    """It takes 10 ms longer, of which one round trip is 2."""
+    """It takes 10 ms longer; one round trip takes 2 of them."""
     telemetry = Telemetry().narrow([between], 4.0)
     telemetry.counters["agreed_s"][60:] += 1e-2
     telemetry.rtts_s[between] = 2e-3
@@ -613,9 +613,9 @@ def test_a_rank_that_hangs_is_named_before_its_time_out():
     silent = {rank: one for rank, one in stalls.items() if rank != 7}
     verdict = heaviest(Telemetry(stalls=silent))
     assert (verdict.cause, verdict.rank, verdict.since_step) == ("hang", 7, 121)
-    assert "the others wait in gloo:all_reduce of 8" in verdict.evidence
+    assert any(line.endswith("gloo:all_reduce of 8") for line in verdict.evidence)
     elsewhere = heaviest(Telemetry(stalls=stalls | {6: stall(waiting=False)}))
-    assert (elsewhere.rank, elsewhere.evidence[-1]) == (6, "rank 6 is at\nin train_step")
+    assert elsewhere.rank == 6 and elsewhere.evidence[-1].endswith("\nin train_step")
     behind = heaviest(Telemetry(stalls=stalls | {1: stall(waiting=True, number=6)}))
     assert behind.rank == 1
 

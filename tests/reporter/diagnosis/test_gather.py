@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from lab.recorded import Recorded
 from reporter.diagnosis.conftest import connection
 
 from trainspec_cli.recipe.results.verdict import Look, LookOrder
@@ -139,13 +140,13 @@ def test_a_stall_names_the_silent_rank_once_the_others_had_time_to_report(folder
     assert reader.evidence(time.time()).stalls == {}
     (verdict,) = conclude(reader.evidence(time.time() + 2))
     assert (verdict.cause, verdict.rank, verdict.since_step) == ("hang", 2, 6)
-    assert "the others wait in gloo:all_reduce" in verdict.evidence
+    assert any(line.endswith("gloo:all_reduce") for line in verdict.evidence)
     run.steps(6, 6)
     reader.read()
     assert reader.evidence(time.time() + 2).stalls == {}, "it came back"
 
 
-def test_a_hang_that_ended_a_start_is_told_of_afterwards(folder):
+def test_a_hang_that_ended_a_start_is_told_of_afterwards(folder, recorded: Recorded):
     run = folder()
     run.start()
     run.steps(1, 5)
@@ -158,7 +159,7 @@ def test_a_hang_that_ended_a_start_is_told_of_afterwards(folder):
     run.steps(6, 9)
     (verdict,) = conclude(read_run(run.run).evidence())
     assert (verdict.cause, verdict.rank) == ("hang", 1)
-    assert verdict.evidence[0] == "step 6 has taken 9 s; the longest earlier step took 1 s"
+    recorded(verdict.evidence[0])
 
 
 def recovery(step: int, change: str, group: int | None) -> RecoveryEvent:
@@ -211,7 +212,7 @@ def started_command(tmp_path, world_size: int = 2) -> tuple[RunDir, list[EventWr
 
 
 def own_run(tmp_path, steps: int, grown_bytes: int, world_size: int = 2) -> RunDir:
-    """A run of a command of the user's own, of which the last step hangs: each step takes so many more bytes."""
+    """A run of a user's command whose last step hangs; each step takes `grown_bytes` more memory."""
     run, writers = started_command(tmp_path, world_size)
     for rank, writer in enumerate(writers):
         for step in range(1, steps + 1):

@@ -44,7 +44,7 @@ def test_a_trace_holds_the_parts_of_each_rank_s_steps_on_the_first_node_s_clock(
     assert sum(event["dur"] for event in parts) == pytest.approx(steps[3]["dur"])
     assert parts[1]["ts"] == pytest.approx(parts[0]["ts"] + parts[0]["dur"])
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert {"node 0", "node 1 (clock +7e+03 ms, within 2 ms)", "rank 3"} <= names
+    assert {"node 0", "rank 3"} <= names and any("+7e+03 ms, within 2 ms" in name for name in names)
     (mark,) = [event for event in events if event["name"] == "slow_device"]
     assert (mark["pid"], mark["tid"], mark["args"]["evidence"]) == (1, 3, ["why"])
     assert sum(event["name"] == "stall" for event in events) == 4

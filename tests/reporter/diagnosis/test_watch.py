@@ -1,4 +1,4 @@
-"""Verdicts of a run that goes on."""
+"""Verdicts on a running run."""
 
 from __future__ import annotations
 

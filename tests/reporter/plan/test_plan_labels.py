@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from lab.recorded import Recorded
 
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.forecast import Interval
@@ -33,10 +34,9 @@ def test_a_range_is_said_as_its_bounds() -> None:
     assert labels.format_range(None, labels.format_money) == ""
 
 
-def test_a_layout_names_what_is_not_one() -> None:
+def test_a_layout_names_what_is_not_one(recorded: Recorded) -> None:
     chunks = Layout(pp=8, tp=2, pipeline_schedule="zero_bubble", virtual_stages=2)
-    said = [labels.layout_label(layout) for layout in (Layout(), Layout(dp_shard=16), chunks)]
-    assert said == ["one device", "shard 16 · zero 3", "tp 2 · pp 8 · zero-bubble x2"]
+    recorded(*(labels.layout_label(layout) for layout in (Layout(), Layout(dp_shard=16), chunks)))
 
 
 def test_parts_too_small_beside_the_whole_are_left_out() -> None:
@@ -51,28 +51,19 @@ def test_experts_are_told_apart_from_all_parameters(plan: PlanReport) -> None:
     assert labels.model_label(replace(plan, capacity=capacity)) == "llama3_8b, 46.7B parameters, 12.9B active"
 
 
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        ({"wall_time_s": 3600.0}, "with resilience=elastic: 1 h 0 min"),
-        (
-            {"layout": "shard 8", "wall_time_s": 60.0},
-            "with resilience=elastic in shard 8: 1 min 0 s",
-        ),
-    ],
-)
-def test_another_way_of_recovering(plan: PlanReport, other: dict[str, Any], said: str) -> None:
+def test_another_way_of_recovering(plan: PlanReport, recorded: Recorded) -> None:
     assert plan.run is not None
-    assert labels.alternative_label(replace(plan.run.alternatives[0], **other)) == said
+    changes: list[dict[str, Any]] = [{"wall_time_s": 3600.0}, {"layout": "shard 8", "wall_time_s": 60.0}]
+    (other,) = plan.run.alternatives
+    recorded(*(labels.alternative_label(replace(other, **changed)) for changed in changes))
 
 
-def test_a_model_and_its_devices(plan: PlanReport) -> None:
+def test_a_model_and_its_devices(plan: PlanReport, recorded: Recorded) -> None:
     def on(num_nodes: int, world_size: int) -> PlanReport:
         spec = replace(plan.spec, cluster=replace(plan.spec.cluster, num_nodes=num_nodes))
         return replace(plan, spec=spec, capacity=replace(plan.capacity, world_size=world_size))
 
-    assert labels.devices_label(on(1, 8)) == "8 H100-SXM-80GB on 1 node"
-    assert labels.devices_label(on(1200, 9600)) == "9,600 H100-SXM-80GB on 1,200 nodes"
+    recorded(labels.devices_label(on(1, 8)), labels.devices_label(on(1200, 9600)))
     nameless = replace(plan.spec, model=replace(plan.spec.model, name=""))
     assert labels.model_label(replace(plan, spec=nameless)) == "decoder, 8.03B parameters"
 

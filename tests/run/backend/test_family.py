@@ -86,7 +86,7 @@ def test_strangers_and_other_groups_are_left_alone(job: Job, family: Family) -> 
 
 
 def test_a_look_waits_for_nobody(job: Job, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that looks for what is left has to be heard meanwhile; slurmstepd never has an environment."""
+    """An agent that looks for leftover processes must still answer; slurmstepd never has an environment."""
     bare = [subprocess.Popen(["sleep", "600"], env={}) for _ in range(4)]
     try:
         worker = start(("sleep", "600"), job)

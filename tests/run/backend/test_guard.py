@@ -1,4 +1,4 @@
-"""What a guard does when the process that it guards for is gone."""
+"""A guard ends the workers when the process that it watches is gone."""
 
 from __future__ import annotations
 

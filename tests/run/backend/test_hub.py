@@ -42,7 +42,7 @@ TIMEOUT_S = PATIENCE_S
 HERE = "127.0.0.1"
 REPORT = NodeReport("a b", 1.5, (Check("disk", "ok", "9 GB, é"),), SpeedResult("2.13", None, None, 2, 1e12, 1e9, 1))
 NEWS: list[News] = []
-"""What the hub has reported in this test."""
+"""News that the hub has reported in this test."""
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_idle_strangers_keep_no_agent_out(hub: Hub, call) -> None:
 
 
 def test_a_lasting_flood_keeps_no_agent_out(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two looks come more strangers than are taken in at once; a bound of one look would drop every agent."""
+    """More unknown clients connect between two polls than one poll accepts; a limit per poll would drop every agent."""
     monkeypatch.setattr(hub_module, "MAX_ACCEPTED", 16)
     hub._max_pending = hub_module.max_pending(2)
     over = threading.Event()
@@ -301,14 +301,14 @@ def test_an_agent_that_is_killed_is_lost_at_once(hub: Hub, call) -> None:
     poll_until(hub, lambda: hub.nodes[1].wire, agent)
     agent.close()
     poll_until(hub, lambda: hub.nodes[1].loss)
-    assert "closed its connection without notice" in hub.nodes[1].loss
+    assert "without notice" in hub.nodes[1].loss
 
 
 def test_who_never_comes_is_lost() -> None:
     NEWS.clear()
     hub = Hub(1, SECRET, listen(HERE), timeout_s=1.0, join_timeout_s=0.0)
     news = poll_until(hub, lambda: hub.nodes[0].is_gone)
-    assert hub.nodes[0].loss == "did not join within 0 s"
+    assert "not join within 0 s" in hub.nodes[0].loss
     assert news == [(hub.nodes[0], Lost())]
     hub.close()
 

@@ -1,4 +1,4 @@
-"""Supervision of real torchrun processes: how they end, what is said about it, and that nothing is left."""
+"""Supervision of real torchrun processes: how they end, how that is explained, and that nothing is left."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ def test_before_the_first_word_of_the_workers_a_request_ends_them_at_once(make_j
 def test_the_exception_that_began_it_is_shown_with_its_rank_and_traceback(make_job: MakeJob) -> None:
     outcome = run(make_job("raise"))
     assert (outcome.result.status, outcome.exit_code, outcome.result.steps) == ("failed", 5, 3)
-    assert outcome.explanation.headline == "rank 1 (here, step 3): ValueError: the loss is not finite at step 3"
-    assert outcome.explanation.detail.startswith("Traceback (most recent call last):")
-    assert 'raise ValueError(f"the loss' in outcome.explanation.detail
-    assert outcome.explanation.detail.endswith("rank 0 lost the connection to rank 1, or ended with it.")
+    assert outcome.explanation.headline.startswith("rank 1 (here, step 3): ValueError: ")
+    assert outcome.explanation.detail.startswith("Traceback (")
+    assert 'raise ValueError(f"' in outcome.explanation.detail
+    assert outcome.explanation.detail.rpartition("\n")[2].startswith("rank 0 lost the connection")
     assert "ChildFailedError" not in outcome.explanation.detail
 
 
@@ -109,8 +109,8 @@ def test_the_exception_that_began_it_is_shown_with_its_rank_and_traceback(make_j
 def test_a_worker_that_could_not_speak_is_shown_by_its_log(make_job: MakeJob) -> None:
     outcome = run(make_job("import_error"))
     assert outcome.exit_code == 5
-    assert outcome.explanation.headline.endswith("ended with exit code 1 without a report")
-    assert "No module named 'no_such_module_anywhere'" in outcome.explanation.detail
+    assert outcome.explanation.headline.endswith(" 1 without a report")
+    assert "no_such_module_anywhere" in outcome.explanation.detail
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_a_killed_worker_is_said_to_be_killed(make_job: MakeJob) -> None:
     outcome = run(job, Once(lambda: both_training(job), kill_rank_1))
     assert outcome.exit_code == 5
     assert outcome.explanation.headline.startswith("rank 1 (")
-    assert ") was killed by SIGKILL; perhaps by the kernel" in outcome.explanation.headline
+    assert "killed by SIGKILL; perhaps" in outcome.explanation.headline
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_when_torchrun_is_killed_its_workers_save_and_end(make_job: MakeJob) -> 
     outcome = run(job, Once(lambda: both_training(job), kill_torchrun))
     assert (outcome.result.status, outcome.exit_code) == ("failed", 5), "not started again"
     assert job.run.checkpoint_steps() == [outcome.result.steps]
-    assert outcome.explanation.headline == "torchrun was ended by SIGKILL, and its workers with it"
+    assert outcome.explanation.headline.startswith("torchrun ") and "SIGKILL" in outcome.explanation.headline
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_a_killed_torchrun_is_a_failure_that_starts_again(make_job: MakeJob, mak
     ending = supervise(job, make_plan(), LocalBackend, watch, said.append)
     outcome = conclude(ending.job, ending)
     assert len(said) == 1, said
-    assert said[0].startswith("torchrun was ended by SIGKILL, and its workers with it; the run starts again from step ")
+    assert said[0].startswith("torchrun ") and "SIGKILL" in said[0] and "again from step " in said[0]
     assert (outcome.result.status, outcome.exit_code) == ("stopped", 6)
     assert [recovery.kind for recovery in outcome.result.recoveries] == ["restart"]
     assert processes.members(job.launch_id) == []

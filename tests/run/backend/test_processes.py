@@ -19,7 +19,7 @@ STARTING, TOLD, OTHER = (f"{name}-{os.getpid()}" for name in ("starting", "told"
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Start a process with these variables; all are killed in the end."""
+    """Start a process with these variables; every process is killed at the end."""
     with ExitStack() as ends:
 
         def started(**variables: str) -> subprocess.Popen[bytes]:

@@ -78,7 +78,7 @@ def test_what_is_no_message_closes_the_wire_after_what_came_before(ends: tuple[W
     wire, peer = ends
     peer.sendall(encode(GroupExited(0, 1, 0)) + b"nonsense\n" + encode(GroupExited(0, 2, 0)))
     assert wire.receive() == [GroupExited(0, 1, 0)]
-    assert wire.closed and wire.fault == "sent an invalid message: 'nonsense'"
+    assert wire.closed and "'nonsense'" in wire.fault
     assert peer.recv(1) == b"", "the connection is closed"
 
 

@@ -1,4 +1,4 @@
-"""Workers in processes of their own, and the hub that hears them: over a Unix socket, and over a port."""
+"""Workers in separate processes and their hub, over a Unix socket and over a port."""
 
 from __future__ import annotations
 

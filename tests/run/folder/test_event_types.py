@@ -335,7 +335,7 @@ def test_a_dropped_field_is_noticed(event: Event) -> None:
         elif key in absent - one_needed:
             assert parse_event(damaged) == replace(event, **{key: ABSENT})
         else:
-            with pytest.raises(FieldError, match=rf"it has (no|none of) .*`{key}`"):
+            with pytest.raises(FieldError, match=rf"has (no|none of) .*`{key}`"):
                 parse_event(damaged)
 
 
@@ -345,7 +345,7 @@ def test_a_value_of_another_kind_is_refused_by_name(event: Event) -> None:
     plain = to_plain(event)
     for key in plain:
         for wrong in ({"a": "b"}, [["c"]]):
-            with pytest.raises(FieldError, match=f"^`{key}` (is an? (object|list); expected .*|is invalid: .*)$"):
+            with pytest.raises(FieldError, match=f"^`{key}` is (an? (object|list); |invalid: )"):
                 parse_event({**plain, key: wrong})
 
 
@@ -388,7 +388,7 @@ def test_fields_and_types_of_a_later_version_are_passed_over() -> None:
     assert parse_event({"type": "eclipse", "time": 5, "rank": 1, "step": "x"}) == UnknownEvent(
         type="eclipse", time=5, rank=1
     )
-    with pytest.raises(FieldError, match="`type` is 7; expected text"):
+    with pytest.raises(FieldError, match="`type` is 7;"):
         parse_event({"type": 7, "time": 5})
 
 

@@ -1,6 +1,7 @@
 """Where copies in memory lie, on a host that others use too."""
 
 import pytest
+from lab.problems import raises
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.run.folder import memory
@@ -72,7 +73,7 @@ def test_a_strangers_folder_in_its_place_is_neither_written_nor_believed(shm, ma
     folder = memory_folder(run)
     stranger('mkdir $1 $1/slot0 && echo \'{"about": {"step": 99}}\' > $1/slot0/rank00000.json', folder)
     for use in (make_memory_folder, find_copies, newest_copy):
-        with pytest.raises(MachineError, match="belongs to another user, nobody") as caught:
+        with raises(MachineError, "not_trusted", "another user, nobody") as caught:
             use(run)
         assert "checkpoint.memory_interval_steps=null" in caught.value.problems[0].hint
 
@@ -90,7 +91,7 @@ def test_a_strangers_link_in_its_place_is_not_followed(shm, make_run, stranger, 
 def test_a_folder_that_others_may_enter_is_not_used(shm, make_run):
     run = make_run("a")
     make_memory_folder(run).chmod(0o755)
-    with pytest.raises(MachineError, match="is open to other users"):
+    with raises(MachineError, "not_trusted", "other users"):
         make_memory_folder(run)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import MACHINE, SPEC
+from lab.problems import raises
 
 from trainspec_cli.core.reading.files import UnreadableFileError
 from trainspec_cli.planner.plan import plan
@@ -94,16 +95,16 @@ def test_a_resume_keeps_what_another_version_has_written(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({"created_at": 1.0}, "it has no `recipe`"),
-        ({"recipe": "tiny", "created_at": -1}, "`created_at` is -1; expected a number from 0 to 1e\\+11"),
-        ({"recipe": 7, "created_at": 1.0}, "`recipe` is 7; expected text"),
-        ({"recipe": "tiny", "created_at": 1.0, "resumes": {}}, "`resumes` is an object; expected a list"),
-        ({"recipe": "tiny", "created_at": 1.0, "data_dir": 3}, "`data_dir` is 3; expected text or null"),
+        ({"created_at": 1.0}, "no `recipe`"),
+        ({"recipe": "tiny", "created_at": -1}, "`created_at` is -1; "),
+        ({"recipe": 7, "created_at": 1.0}, "`recipe` is 7; "),
+        ({"recipe": "tiny", "created_at": 1.0, "resumes": {}}, "`resumes` .* list"),
+        ({"recipe": "tiny", "created_at": 1.0, "data_dir": 3}, "`data_dir` is 3; "),
     ],
 )
 def test_a_damaged_run_record_is_reported(run: RunDir, content: dict[str, Any], reason: str) -> None:
     write_json(run.run_json, content)
-    with pytest.raises(UnreadableFileError, match=f"run.json is not a record of a run: .*{reason}"):
+    with pytest.raises(UnreadableFileError, match=f"run.json .*{reason}"):
         read_run_record(run)
 
 
@@ -139,10 +140,10 @@ def test_a_run_that_goes_on_has_no_result(run: RunDir) -> None:
 
 def test_a_damaged_result_is_reported(run: RunDir) -> None:
     write_json(run.result_json, {"status": "done", "time_s": {"productive": "long"}})
-    with pytest.raises(UnreadableFileError, match="`time_s` is invalid: `productive` is 'long'; expected a number"):
+    with raises(UnreadableFileError, "unreadable_file", "`time_s`", "`productive` is 'long'"):
         read_result(run)
     write_json(run.result_json, {"exit_code": 0})
-    with pytest.raises(UnreadableFileError, match="it has no `status`"):
+    with raises(UnreadableFileError, "unreadable_file", "no `status`"):
         read_result(run)
 
 
@@ -154,7 +155,7 @@ def test_a_run_says_where_its_data_lies(run: RunDir, data_dir: str | None, found
 
 def test_a_run_that_does_not_say_where_its_data_lies_is_refused(run: RunDir) -> None:
     write_json(run.run_json, {"recipe": "tiny", "created_at": 1.0})
-    with pytest.raises(UnreadableFileError, match=r"run\.json has no `data_dir`; expected text or null"):
+    with raises(UnreadableFileError, "unreadable_file", "run.json", "no `data_dir`"):
         read_data_dir(run)
 
 
@@ -170,7 +171,7 @@ def test_a_plan_that_was_altered_anywhere_is_refused(run: RunDir, path: tuple[st
         section = section[key]
     section[path[-1]] = "0" if path == ("sha256",) else section[path[-1]] * 2
     run.plan_json.write_text(json.dumps(content))
-    with pytest.raises(UnreadableFileError, match=r"plan\.json was altered: its content does not match its digest"):
+    with raises(UnreadableFileError, "unreadable_file", "plan.json was altered"):
         read_plan(run)
 
 
@@ -193,9 +194,9 @@ def test_a_plan_is_read_back(run: RunDir) -> None:
 
 def test_a_plan_of_another_version_is_refused_with_what_is_wrong(run: RunDir) -> None:
     write_json(run.plan_json, {"spec": {"train": {"max_steps": 9}}})
-    with pytest.raises(UnreadableFileError, match=r"plan\.json is not a plan of this version") as caught:
+    with raises(UnreadableFileError, "unreadable_file", "plan.json", "plan of this version") as caught:
         read_plan(run)
-    assert caught.value.problems[0].hint == "it is damaged, or another version of trainspec wrote it"
+    assert "another version" in caught.value.problems[0].hint
     assert read_plan_outline(run).total_steps == 9
 
 
@@ -206,7 +207,7 @@ def test_a_plan_that_states_a_former_key_as_it_always_was_is_read_and_one_that_u
     assert read_plan(run) == plan(SPEC, MACHINE)
     plain["spec"]["comm"]["gradients"] = "low_rank"
     write_json(run.plan_json, plain)
-    with pytest.raises(UnreadableFileError, match=r"`spec\.comm\.gradients` is low_rank, which is no longer a setting"):
+    with raises(UnreadableFileError, "unreadable_file", "`spec.comm.gradients` is low_rank", "no longer a setting"):
         read_plan(run)
     assert read_plan_outline(run).spec["comm"]["gradients"] == "low_rank"
 
@@ -214,10 +215,10 @@ def test_a_plan_that_states_a_former_key_as_it_always_was_is_read_and_one_that_u
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({}, "has no `spec`; expected an object"),
-        ({"spec": {"train": 7}}, "has no section `spec.train`"),
-        ({"spec": {"train": {"max_steps": "many"}}}, "has 'many' as `max_steps`; expected a whole number"),
-        ({"spec": {}, "steps": "many"}, "has 'many' as `steps`; expected a whole number"),
+        ({}, "no `spec`"),
+        ({"spec": {"train": 7}}, "no section `spec.train`"),
+        ({"spec": {"train": {"max_steps": "many"}}}, "'many' as `max_steps`"),
+        ({"spec": {}, "steps": "many"}, "'many' as `steps`"),
     ],
 )
 def test_a_damaged_plan_is_reported_whatever_its_version(run: RunDir, content: dict[str, Any], reason: str) -> None:
@@ -241,7 +242,7 @@ def test_a_plan_whose_batch_changes_says_how_many_steps_that_makes(run: RunDir, 
 
 def test_a_section_that_is_no_object_is_reported(run: RunDir) -> None:
     write_json(run.plan_json, {"spec": {"data": [1], "optim": None}})
-    with pytest.raises(UnreadableFileError, match=r"has a list as `spec\.data`; expected an object"):
+    with raises(UnreadableFileError, "unreadable_file", "list", "`spec.data`", "object"):
         read_section(run, "data")
     assert read_section(run, "optim") == {}
 
@@ -273,7 +274,5 @@ def test_an_error_is_read_back(run: RunDir, error: WorkerErrorRecord | NodeError
 
 def test_a_damaged_error_is_reported(run: RunDir) -> None:
     write_json(run.node_error(1), {"node": 1, "host": "h", "message": "m", "lost": "yes"})
-    with pytest.raises(
-        UnreadableFileError, match="is not a valid error of a run: `lost` is 'yes'; expected true or false"
-    ):
+    with raises(UnreadableFileError, "unreadable_file", "`lost` is 'yes'"):
         read_error(run.node_error(1), NodeErrorRecord)

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from lab.problems import raises
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.run.folder.generations import SECRET_BYTES, create_secret, read_secret
@@ -33,7 +34,7 @@ def test_one_that_others_may_read_is_no_secret(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     create_secret(path)
     path.chmod(0o640)
-    with pytest.raises(MachineError, match="others may read it"):
+    with raises(MachineError, "secret", "others may read"):
         read_secret(path)
 
 

@@ -1,4 +1,4 @@
-"""Which starts of a run were asked to stop."""
+"""The requests to stop, by start of a run."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None
 
 def test_a_pipe_in_the_place_of_the_lock_holds_nobody_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pid.json")
-    with pytest.raises(UnreadableFileError, match="is not a regular file"):
+    with pytest.raises(UnreadableFileError, match="not a regular file"):
         is_running(RunDir(tmp_path))
 
 

@@ -57,7 +57,7 @@ def test_where_nothing_is_set_the_reason_is_written(plan: Plan, run: RunDir) -> 
     bare = replace(plan, blueprint=replace(plan.blueprint, settings=(), tuner=()), device="cuda", num_nodes=2)
     write_communication(bare, run)
     assert communication_environment(bare, run) == {}
-    assert "cluster.fabric.nic_wiring is null" in run.nccl_env.read_text()
+    assert "cluster.fabric.nic_wiring" in run.nccl_env.read_text()
     assert describe_communication(replace(bare, num_nodes=1), run) == []
     assert describe_communication(replace(bare, device="cpu"), run) == []
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lab.problems import raises
 
 from trainspec_cli import __version__
 from trainspec_cli.core.errors import MachineError, RecipeError
@@ -61,7 +62,7 @@ def test_a_folder_that_holds_a_run_is_refused_with_the_way_on(tmp_path: Path) ->
 
 def test_a_folder_in_other_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(RecipeError, match="is not an empty folder"):
+    with raises(RecipeError, "run_exists", "not an empty folder"):
         make_folder(str(tmp_path), "tiny")
     assert make_folder(str(tmp_path / "new" / "run"), "tiny").is_dir()
 
@@ -113,11 +114,11 @@ def test_the_first_plan_is_kept_while_nodes_are_left_out_and_a_resume_ends_that(
 
 
 def test_a_full_disk_is_the_machines_fault(tmp_path: Path) -> None:
-    with pytest.raises(MachineError, match="No space left on device") as caught, storage(str(tmp_path)):
+    with raises(MachineError, "cannot_write", "No space left") as caught, storage(str(tmp_path)):
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "run.json"))
     problem = caught.value.problems[0]
     assert str(tmp_path / "run.json") in problem.message
-    assert problem.hint == "free some space, or choose another folder with run.dir=<folder>"
+    assert "free some space" in problem.hint and "run.dir=" in problem.hint
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -175,11 +176,11 @@ def test_a_folder_in_which_others_write_is_no_place_for_a_run(shared: Path, stra
     stranger("mkdir $1", shared / "theirs")
     (shared / "everybodys").mkdir()
     (shared / "everybodys").chmod(0o777)
-    for name, why in (("theirs", "belongs to another user, nobody"), ("everybodys", "can be written by every user")):
+    for name, why in (("theirs", "another user, nobody"), ("everybodys", "by every user")):
         for use in (check_free, lambda place: make_folder(place, "tiny")):
             with pytest.raises(MachineError, match=why) as caught:
                 use(str(shared / name))
-            assert "choose another run.dir" in caught.value.problems[0].hint
+            assert "run.dir" in caught.value.problems[0].hint
 
 
 def test_a_run_has_a_secret_and_keeps_it(make_job: MakeJob, make_plan: MakePlan, tmp_path: Path) -> None:

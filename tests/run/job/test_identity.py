@@ -1,4 +1,4 @@
-"""The identity by which a machine is told from others."""
+"""The identity that distinguishes a machine from others."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_nothing_is_run_that_a_repository_names(tmp_path: Path, set_trap: Callab
 
 
 def test_a_file_behind_a_filter_is_not_known_to_differ(tmp_path: Path) -> None:
-    """As git-lfs has it: what is committed is not what lies in the folder, and only the filter could tell."""
+    """As with git-lfs: the committed file differs from that in the folder, and only the filter knows why."""
     trap = Trap(tmp_path)
     (trap.repository / ".gitattributes").write_text("*.bin filter=lfs\n")
     for name in ("b.bin", "c.py"):

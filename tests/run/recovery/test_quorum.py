@@ -80,7 +80,7 @@ def test_members_live_ask_and_are_the_last_quorum_or_more_than_half(
 @settings(max_examples=150, derandomize=True)
 @given(groups)
 def test_whoever_asks_for_long_enough_goes(groups: dict[str, ConnectedGroup]) -> None:
-    """As soon as more than half ask and one of them has waited its time, nobody can hold them up."""
+    """Once more than half ask and one of them has waited long enough, no other member can delay them."""
     living = {name: each for name, each in groups.items() if NOW - each.heard_at_s <= RULES.silence_s}
     asking = {name: each for name, each in living.items() if each.asks}
     waited = any(NOW - each.asked_at_s >= RULES.patience_s for each in asking.values())

@@ -86,7 +86,7 @@ MODES = [
 
 
 def fitted(event: Event, state: RunState) -> Event:
-    """The same event of a run that has as many groups, and whose clock goes on."""
+    """The same event in a run with as many groups and a clock that moves on."""
     if isinstance(event, Tick):
         return Tick(state.now_s + event.now_s)
     if isinstance(event, NodeLost):
@@ -151,7 +151,7 @@ def asks(leaving: tuple[Event, ...]) -> bool:
 
 
 def check_ends(before: RunState, after: RunState, actions: tuple[Action, ...]) -> None:
-    """Who is killed ran before and is ending now; a run that stops was asked to once, and keeps its deadline."""
+    """A killed group was running and is now ending; a run stops after one request, and keeps its deadline."""
     killed = [action.group for action in actions if isinstance(action, Kill)]
     assert killed == [
         number

@@ -1,4 +1,4 @@
-"""When a step is told of that may come to hang."""
+"""When a warning about a step that may hang is due."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from lab.drawing import slow_after
+from lab.problems import raises
 from lab.waiting import PATIENCE_S, wait_for
 
 from trainspec_cli.core.environment_names import LAUNCH_ID
@@ -60,7 +61,7 @@ def knock(rendezvous: Rendezvous) -> socket.socket:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other end closes it, after its nonce."""
+    """Return whether the other end closes the connection after its nonce."""
     try:
         while connection.recv(1000):
             pass
@@ -215,7 +216,7 @@ def test_a_server_that_cannot_start_is_given_up(rendezvous: Rendezvous, monkeypa
     monkeypatch.setattr("trainspec_cli.run.rendezvous.address.RESTART_INTERVAL_S", 0.2)
     rendezvous._secret_file.chmod(0o644)
     rendezvous.kill()
-    with pytest.raises(MachineError, match="exits as soon as it is started"):
+    with raises(MachineError, "rendezvous"):
         wait_for(lambda: rendezvous.keep_alive() and False)
 
 

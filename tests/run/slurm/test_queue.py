@@ -1,4 +1,4 @@
-"""With a squeue that says what it is told to, and counts how often it was asked."""
+"""The queue, with a squeue that prints a given text and counts its calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a run that goes on with fewer nodes."""
+"""The plan of a run that continues with fewer nodes."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from lab.events import started, stepped, write_event
+from lab.problems import raises
 
 from trainspec_cli.core.errors import MachineError, RecipeError, WorkerError
 from trainspec_cli.reporter import live
@@ -67,7 +68,7 @@ def describe_start(run: RunDir):
 def test_a_node_shows_the_runs_progress_while_it_takes_part(
     run: RunDir, console: RunConsole, shown: StringIO, monkeypatch: pytest.MonkeyPatch, describe_start, of_slurm: bool
 ) -> None:
-    """As the first node does, whose output srun joins with its own."""
+    """The first node prints them too, and srun joins the outputs."""
     monkeypatch.setattr(live, "LINE_S", 0.0)
     write_event(run.events(0), stepped(6))
 
@@ -83,7 +84,7 @@ def test_a_node_shows_the_runs_progress_while_it_takes_part(
     assert nodes.join(str(run.root), 1, console, wait_s=0.2, joined=replace(COMMAND, of_slurm=of_slurm)) == 0
     assert ("step 16: loss 1.000" in shown.getvalue()) != of_slurm
     assert "step 6:" not in shown.getvalue()
-    assert "joined start 1" in shown.getvalue() and "the run is done" in shown.getvalue()
+    assert "joined start 1" in shown.getvalue() and "is done" in shown.getvalue()
 
 
 def test_another_kind_of_run_is_refused_as_soon_as_the_first_nodes_is_known(
@@ -97,7 +98,7 @@ def test_another_kind_of_run_is_refused_as_soon_as_the_first_nodes_is_known(
 
     monkeypatch.setattr(nodes, "run_agent", serve)
     generations.begin(run)
-    with pytest.raises(RecipeError, match="the first node runs a command"):
+    with raises(RecipeError, "usage", "first node"):
         nodes.join(str(run.root), 1, console, wait_s=0.2)
 
 
@@ -123,7 +124,7 @@ def test_the_result_of_an_earlier_start_is_not_taken_for_this_ones(
     run: RunDir, console: RunConsole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_json(run.result_json, {"status": "done", "exit_code": 0})
-    with pytest.raises(MachineError, match="no first node was found"):
+    with raises(MachineError, "no_first_host", "0.2 s"):
         nodes.join(str(run.root), 1, console, wait_s=0.2)
     monkeypatch.setattr(
         nodes, "run_agent", lambda run, *_: write_json(run.result_json, {"status": "stopped", "exit_code": 6})
@@ -165,7 +166,7 @@ def test_no_run_in_which_others_can_write_is_taken_part_in(
     monkeypatch.setattr(nodes, "run_agent", lambda *_: pytest.fail("nothing of it is run"))
     generations.begin(run)
     run.root.chmod(0o777)
-    with pytest.raises(MachineError, match="can be written by every user"):
+    with raises(MachineError, "not_trusted", "by every user"):
         nodes.join(str(run.root), 1, console, wait_s=0.2)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lab.problems import raises
 
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.core.reading.files import UnreadableFileError
@@ -68,7 +69,7 @@ def test_what_the_checkpoint_depends_on_is_fixed(make_run: MakeRun, prepare: Pre
     path = change.lstrip("~").partition("=")[0]
     problems = {problem.path: problem for problem in refused.value.problems}
     assert problems[path].code == "fixed_value"
-    assert ("trainspec launch recipe=tiny" in problems[path].hint) is (path != "run.dir")
+    assert ("launch recipe=tiny" in problems[path].hint) is (path != "run.dir")
     assert ("trainspec export" in problems[path].hint) is (f"export {run.root} --output MERGED" in problems[path].hint)
 
 
@@ -120,7 +121,7 @@ def test_the_rest_may_change(make_run: MakeRun, prepare: Prepare, change: str, v
 def test_a_run_keeps_the_setting_of_memory_that_it_began_with(
     make_run: MakeRun, prepare: Prepare, changes: tuple[str, ...], size: int, largest: int | None
 ) -> None:
-    """It had learned from runs before it that no more fits; what is asked for now goes before that."""
+    """Earlier runs have shown that no more fits; a value given now takes precedence."""
     run = make_run()
     began = with_reliefs(read_plan(run), [Relief(read_plan(run).memory_setting, MemorySetting(1, "none", "none"))])
     write_json(run.plan_json, to_plain(began))
@@ -137,8 +138,8 @@ def test_a_layout_that_cannot_read_the_8_bit_state_is_refused_before_the_start(
         prepare(run, "layout.tp=2", "layout.dp_replicate=1")
     (problem,) = refused.value.problems
     assert (problem.path, problem.file, problem.line) == ("layout.tp", "command line", 1)
-    assert "layout.tp 1 and 2 divide rows of model." in problem.message
-    assert problem.hint == "set layout.tp=1, as in the saved state"
+    assert "layout.tp 1 and 2 " in problem.message
+    assert "layout.tp=1" in problem.hint
     assert prepare(run, "layout.dp_replicate=1", "layout.dp_shard=2").plan.layout.dp_shard == 2
 
 
@@ -165,10 +166,10 @@ def test_a_run_that_is_done_goes_on_only_with_more_steps(
     if not is_refused:
         assert prepare(run, f"train.max_steps={max_steps}").plan.spec.train.max_steps == max_steps
         return
-    with pytest.raises(RecipeError, match="nothing is left to do") as refused:
+    with raises(RecipeError, "nothing_left") as refused:
         prepare(run, f"train.max_steps={max_steps}")
     hint = refused.value.problems[0].hint
-    assert hint == f"to continue: trainspec resume {run.root} train.max_steps={2 * step}"
+    assert hint.endswith(f"trainspec resume {run.root} train.max_steps={2 * step}")
 
 
 @pytest.mark.parametrize(
@@ -194,11 +195,9 @@ def test_a_run_whose_batch_changes_is_done_when_its_samples_are_trained(
         prepare(run)
     (problem,) = refused.value.problems
     assert (problem.code, problem.path) == ("nothing_left", "train.max_steps")
-    assert problem.message == (
-        f"the run is at step {step}, and has trained on 160 samples; `train.max_steps` 20 times "
-        "`batching.global_batch_size` 8 is 160: nothing is left to do"
-    )
-    assert problem.hint == f"to continue: trainspec resume {run.root} train.max_steps=40"
+    for fact in (f"step {step}", "160 samples", "`train.max_steps` 20", "`batching.global_batch_size` 8 is 160"):
+        assert fact in problem.message
+    assert problem.hint.endswith(f"trainspec resume {run.root} train.max_steps=40")
     assert prepare(run, "train.max_steps=21").plan.spec.train.max_steps == 21
 
 
@@ -219,7 +218,7 @@ def test_data_that_is_gone_and_cannot_be_made_again_is_refused(
     gone = tmp_path / "gone"
     write_json(run.run_json, {**read_json(run.run_json), "data_dir": str(gone)})
     monkeypatch.setattr("trainspec_cli.session.recipe.data.prepare", lambda data: tmp_path / "other")
-    with pytest.raises(MachineError, match="the data folder of this run is gone"):
+    with raises(MachineError, "missing_data", gone, path="data"):
         prepare(run)
     monkeypatch.setattr("trainspec_cli.session.recipe.data.prepare", lambda data: gone)
     assert prepare(run).plan == read_plan(run)
@@ -287,8 +286,8 @@ def test_spare_nodes_have_numbers_after_the_others(make_run: MakeRun, rank: int,
         return
     with pytest.raises(RecipeError) as refused:
         given.reach(spec, "/run")
-    message = "--node-rank is 4; with 2 nodes and 2 spares (cluster.reliability.spare_nodes) it must be 0 to 3"
-    assert refused.value.problems[0].message == message
+    for fact in ("--node-rank is 4;", "2 spares (cluster.reliability.spare_nodes)", "0 to 3"):
+        assert fact in refused.value.problems[0].message
 
 
 def test_one_node_becomes_several(make_run: MakeRun, prepare: Prepare) -> None:
@@ -299,14 +298,14 @@ def test_one_node_becomes_several(make_run: MakeRun, prepare: Prepare) -> None:
 def test_a_run_made_for_slurm_is_submitted_again(make_run: MakeRun, prepare: Prepare) -> None:
     run = make_run("cluster.num_nodes=2")
     run.job_sbatch.touch()
-    with pytest.raises(RecipeError, match="was created for 2 Slurm nodes") as refused:
+    with raises(RecipeError, "several_hosts", "2 Slurm nodes") as refused:
         prepare(run)
     assert refused.value.problems[0].hint == f"run sbatch {run.job_sbatch}"
     with pytest.raises(RecipeError) as refused:
         prepare(run, "optim.lr=1e-3")
-    hint = f"run trainspec resume {run.root} optim.lr=1e-3, which records the changes, and then sbatch {run.job_sbatch}"
-    assert refused.value.problems[0].hint == hint
-    assert prepare(run, nodes=FIRST_OF_TWO).reach is not None, "unless it is said how its nodes are reached"
+    hint = refused.value.problems[0].hint
+    assert f"trainspec resume {run.root} optim.lr=1e-3, " in hint and hint.endswith(f" sbatch {run.job_sbatch}")
+    assert prepare(run, nodes=FIRST_OF_TWO).reach is not None, "unless the addresses of its nodes are given"
 
 
 @pytest.fixture
@@ -330,7 +329,7 @@ def test_changes_of_a_run_that_slurm_starts_are_written_down_for_its_next_job(
     assert (plan.layout, plan.num_nodes) == (before.layout, 2)
     assert read_json(of_slurm.run_json)["resumes"][-1]["from_step"] == 10
     shown = capsys.readouterr().out
-    assert "optim.lr is 0.5, and was 0.003" in shown and f"sbatch {of_slurm.job_sbatch}" in shown
+    assert "optim.lr is 0.5" in shown and "0.003" in shown and f"sbatch {of_slurm.job_sbatch}" in shown
     # What the job's script then does: it goes on just as the run is written down.
     reach = Reach("head", ("srun", "agent"))
     assert prepare_unchanged(of_slurm, reach, console).plan == plan
@@ -360,16 +359,15 @@ def test_a_run_whose_job_waits_is_not_changed(of_slurm: RunDir, here: Machine, m
     note_job(of_slurm, "41")
     with pytest.raises(RecipeError) as refused:
         resume_here(of_slurm, "optim.lr=0.5")
-    assert (refused.value.problems[0].code, refused.value.problems[0].hint) == (
-        "still_running", "end its job first: scancel 41"
-    )  # fmt: skip
+    (problem,) = refused.value.problems
+    assert problem.code == "still_running" and "scancel 41" in problem.hint
 
 
 def test_an_agents_session_ends_where_nothing_is_left(make_run: MakeRun, console: RunConsole) -> None:
     run = make_run("cluster.num_nodes=2", step=20)
     reach = FIRST_OF_TWO.reach(read_plan(run).spec, str(run.root))
     assert reach is not None
-    with pytest.raises(RecipeError, match="nothing is left to do"):
+    with raises(RecipeError, "nothing_left"):
         prepare_unchanged(run, reach, console)
     shutil.rmtree(run.checkpoints)
     assert prepare_unchanged(run, reach, console, force=True).force
@@ -378,14 +376,14 @@ def test_an_agents_session_ends_where_nothing_is_left(make_run: MakeRun, console
 @pytest.mark.parametrize(
     ("nodes", "run_dir", "message"),
     [
-        (NodeOptions(None, 0, "head:1"), "/run", "`cluster.num_nodes` is 2, and this command starts one node"),
-        (NodeOptions(2, 0, None), "/run", "`cluster.num_nodes` is 2, and this command starts one node"),
-        (NodeOptions(2, 0, "head"), "/run", "--rdzv-endpoint is `head`; expected HOST:PORT"),
-        (NodeOptions(2, 0, ":29500"), "/run", "--rdzv-endpoint is `:29500`; expected HOST:PORT"),
-        (NodeOptions(2, 0, "head:port"), "/run", "--rdzv-endpoint is `head:port`; expected HOST:PORT"),
-        (NodeOptions(2, 2, "head:1"), "/run", "--node-rank is 2; with 2 nodes it must be 0 to 1"),
-        (NodeOptions(2, -1, "head:1"), "/run", "--node-rank is -1; with 2 nodes it must be 0 to 1"),
-        (NodeOptions(2, 0, "head:1"), "auto", "`run.dir` is auto, so each node would create"),
+        (NodeOptions(None, 0, "head:1"), "/run", "`cluster.num_nodes`"),
+        (NodeOptions(2, 0, None), "/run", "`cluster.num_nodes`"),
+        (NodeOptions(2, 0, "head"), "/run", "--rdzv-endpoint is `head`;"),
+        (NodeOptions(2, 0, ":29500"), "/run", "--rdzv-endpoint is `:29500`;"),
+        (NodeOptions(2, 0, "head:port"), "/run", "--rdzv-endpoint is `head:port`;"),
+        (NodeOptions(2, 2, "head:1"), "/run", "--node-rank is 2; with 2"),
+        (NodeOptions(2, -1, "head:1"), "/run", "--node-rank is -1; with 2"),
+        (NodeOptions(2, 0, "head:1"), "auto", "`run.dir` is auto"),
     ],
 )
 def test_how_nodes_reach_one_another_has_to_be_said(

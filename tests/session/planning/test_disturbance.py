@@ -68,5 +68,5 @@ def test_a_mistake_is_shown_in_its_line(tmp_path: Path, text: str, where: str, m
 
 def test_no_name_at_all_is_told_as_that(tmp_path: Path) -> None:
     problem = problem_of(["recipe=tiny", "disturb="], tmp_path)
-    assert problem.message == "`disturb=` names no disturbance" and problem.hint.startswith("available: ")
+    assert "`disturb=`" in problem.message and problem.hint.startswith("available: ")
     assert "did you mean" not in problem_of(["disturb=zzzzzzzz"], tmp_path).hint

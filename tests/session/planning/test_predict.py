@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from lab.gpus.machines import play
+from lab.problems import in_order, raises
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.core.errors import Interrupted, MachineError, PlanError, TrainspecError
@@ -103,7 +104,7 @@ def test_a_launch_on_an_unmeasured_machine_starts_nothing_and_refuses_what_canno
     monkeypatch.setattr("trainspec_cli.session.planning.predict.probe_machine", None)
     shown: Any = Shown()
     own, machine = plan(SPEC, MACHINE), replace(MACHINE, memory_bytes=2**20)
-    with pytest.raises(PlanError, match=r"2 x .* are needed, this machine has 1.00 MiB"):
+    with raises(PlanError, "does_not_fit", " 2 x ", "1.00 MiB"):
         predict(own, machine, shown, force=False)
     forced = predict(own, machine, shown, force=True)
     assert (forced.prediction, forced.largest_micro_batch_size, forced.largest_stage_layers) == (None, None, None)
@@ -134,7 +135,7 @@ def test_a_format_that_the_processor_does_not_have_is_named(
     shown: Any = Shown()
     wanted = replace(plan(SPEC, MACHINE), compute=compute)  # type: ignore[arg-type]
     predict(wanted, replace(MACHINE, bf16=has_bf16), shown, force=True)
-    assert sum("has no bf16 instructions" in note and "precision=fp32" in note for note in shown.notes) == says
+    assert sum("no bf16 instructions" in note and "precision=fp32" in note for note in shown.notes) == says
 
 
 @pytest.mark.parametrize(
@@ -220,13 +221,13 @@ def test_a_launch_begins_with_what_fitted_before(
     after = from_plain(Plan, json.loads(out)["plan"])
     assert (after.memory_setting, after.grad_accum_steps) == (taken, 4)
     assert after.memory_ladder[0] == taken
-    assert "an earlier run with micro-batches of 8 samples" in err
-    assert "this run starts with micro-batches of 2 samples (to forget this: trainspec runs --clear-limits)" in err
+    assert in_order(err, "micro-batches of 8 ", "micro-batches of 2 ")
+    assert "trainspec runs --clear-limits" in err
     assert run([*arguments, "scheduler=off", "--json"]) == 0
     off = from_plain(Plan, json.loads(capsys.readouterr().out)["plan"])
     assert (off.micro_batch_size, off.memory_ladder) == (8, ())
     assert run(["runs", "--limits"]) == 0
-    assert "micro-batches of 2 samples" in capsys.readouterr().out
+    assert "micro-batches of 2 " in capsys.readouterr().out
     assert run(["runs", "--clear-limits", "--json"]) == 0
     assert [row["cleared"] for row in json.loads(capsys.readouterr().out)] == [True]
     assert run([*arguments, "--json"]) == 0
@@ -259,18 +260,16 @@ def test_a_planned_layout_must_fit_and_so_must_the_way_to_it() -> None:
     assert moving_bytes(predicted(2.0, 3.0), predicted(4.0, 5.0)) == pytest.approx(moving_gib * GIB)
     kept, said = check_changes(moving_gib + 0.01)
     assert ([change.layout for change in kept], said) == ([change.layout for change in CHANGES], [])
-    with pytest.raises(
-        PlanError, match=r"the change to the layout from step 4 on, dp_replicate=2, takes 6.12 GiB per process"
-    ):
+    with raises(PlanError, "does_not_fit", "the change", "step 4", "dp_replicate=2", "6.12 GiB"):
         check_changes(moving_gib - 0.01)
     _, said = check_changes(moving_gib - 0.01, force=True)
     assert len(said) == 2
-    assert said[0].endswith("there is less; forced")
+    assert said[0].endswith("; forced")
 
 
 def test_a_layout_that_does_not_fit_is_refused_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainspec_cli.session.planning.predict.moving_bytes", lambda before, after: 0.0)
-    with pytest.raises(PlanError, match=r"the layout from step 4 on, dp_replicate=2, takes 5.00 GiB per process"):
+    with raises(PlanError, "does_not_fit", "step 4", "dp_replicate=2", "5.00 GiB"):
         check_changes(4.9)
 
 
@@ -282,7 +281,7 @@ def test_a_change_has_its_own_largest_micro_batch() -> None:
 
 
 def learned(monkeypatch: pytest.MonkeyPatch, failed: int, taken: int) -> None:
-    """Earlier runs of every plan have run out of memory with micro-batches of so many samples."""
+    """Earlier runs of every plan have run out of memory with micro-batches of this many samples."""
     relief = Relief(*(MemorySetting(size, "none", "none") for size in (failed, taken)))
     limits = MemoryLimits("m", "d", "l", (Learned(relief, "run", 0.0),))
     monkeypatch.setattr("trainspec_cli.session.planning.predict.read_limits", lambda *_: limits)
@@ -338,7 +337,7 @@ def test_a_machine_is_measured_after_a_run_that_a_probe_predicts(
     tmp_path: Path,
     made_up_probe: MachineProbe,
 ) -> None:
-    """Once: what a run after it is predicted by is that probe. That other programs disturbed it is said then alone."""
+    """Once: later runs are predicted by that probe. A disturbance by other programs is reported only then."""
     monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path))
     monkeypatch.setenv("TRAINSPEC_PROBE", choice)
     began: list[int] = []
@@ -367,7 +366,7 @@ def test_each_process_may_take_its_part_of_this_machines_memory(
         monkeypatch.setattr("trainspec_cli.session.planning.predict.known_probe", lambda *_, probe=probe: probe)
         found = _predictor(plan(SPEC, MACHINE), MACHINE, shown)
         assert found is not None and found.limit_bytes == MACHINE.memory_bytes / 2
-        assert (found.limit_text, found.is_measured) == ("this machine has 16.00 GiB", probe is not None)
+        assert found.limit_text.endswith(" 16.00 GiB") and found.is_measured is (probe is not None)
 
 
 def test_a_terminal_shows_the_time_while_the_machine_is_probed(

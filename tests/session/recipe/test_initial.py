@@ -54,8 +54,8 @@ def test_a_name_of_the_hub_is_the_checkpoint_in_its_cache(
     monkeypatch.delenv("TRAINSPEC_HUB_MIRROR", raising=False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     (found,) = examine(["recipe=tiny", "model=auto", "init.from=hf:some-org/tiny"]).problems
-    assert f"the Hub's cache {tmp_path}/cache does not have some-org/tiny (main)" in found.message
-    assert "run hf download some-org/tiny; " in found.hint
+    assert f"{tmp_path}/cache" in found.message and "some-org/tiny (main)" in found.message
+    assert "download some-org/tiny; " in found.hint
     (snapshots / ("a" * 40)).symlink_to(folder)
     examined = examine(["recipe=tiny", "model=auto", "init.from=hf:some-org/tiny"])
     assert (examined.problems, examined.draft.model.hidden_size) == ([], 64)
@@ -68,10 +68,10 @@ def test_keys_are_added_to_an_auto_model(folder: Path) -> None:
 
 
 def test_a_recipe_that_contradicts_the_checkpoint_is_told_the_key(folder: Path) -> None:
-    assert told("recipe=tiny", f"init.from=hf:{folder}") == [
-        ("model.vocab_size", f"`model.vocab_size` is 512, but {folder}/config.json says 300"),
-        ("model.rope_theta", f"`model.rope_theta` is 10000.0, but {folder}/config.json says 500000.0"),
-    ]
+    vocabulary, theta = told("recipe=tiny", f"init.from=hf:{folder}")
+    assert vocabulary[0] == "model.vocab_size" and theta[0] == "model.rope_theta"
+    for message, *values in ((vocabulary[1], " 512, ", " 300"), (theta[1], " 10000.0, ", " 500000.0")):
+        assert all(value in message for value in (*values, f"{folder}/config.json"))
     found = examine(["recipe=tiny", "model=auto", f"init.from=hf:{folder}", "model.norm_eps=0.1"]).problems
     assert [(problem.path, problem.where()) for problem in found] == [("model.norm_eps", "command line:4")]
 
@@ -79,7 +79,7 @@ def test_a_recipe_that_contradicts_the_checkpoint_is_told_the_key(folder: Path) 
 def test_a_model_that_nobody_names() -> None:
     (problem,) = examine(["recipe=tiny", "model=auto"]).problems
     assert (problem.path, problem.code) == ("model", "missing_value")
-    assert problem.hint.startswith("set init.from=hf:FOLDER"), "weights come with their model"
+    assert "init.from=hf:FOLDER" in problem.hint, "weights come with their model"
 
 
 @pytest.mark.parametrize(
@@ -99,17 +99,17 @@ def test_a_recipe_that_asks_for_weights_names_them_first(
     examined = examine(["recipe=finetune_chat", *arguments], to_run=to_run)
     problems = [one for one in examined.problems if not one.path.startswith("data.")]
     assert [(one.path, one.code) for one in problems] == [(path, "missing_value") for path in missing]
-    assert all(one.hint.startswith("set init.from=hf:FOLDER") for one in problems)
+    assert all("init.from=hf:FOLDER" in one.hint for one in problems)
     assert missing or examined.draft.init.from_ is None
 
 
 def test_folders_that_hold_nothing(tmp_path: Path) -> None:
-    assert told("recipe=tiny", "model=auto", f"init.from=hf:{tmp_path}") == [
-        ("init.from", f"{tmp_path} has no config.json")
-    ]
-    assert told("recipe=tiny", f"init.from={tmp_path}") == [
-        ("init.from", f"`init.from` is {tmp_path}, which does not contain a trainspec run")
-    ]
+    for arguments, lacks in (
+        (["model=auto", f"init.from=hf:{tmp_path}"], "config.json"),
+        ([f"init.from={tmp_path}"], "run"),
+    ):
+        ((path, message),) = told("recipe=tiny", *arguments)
+        assert path == "init.from" and str(tmp_path) in message and f" {lacks}" in message
 
 
 @pytest.mark.parametrize(
@@ -129,17 +129,16 @@ def test_a_run_is_begun_with_where_its_adapters_are_not_left_behind(
     run = make_run(*trained)
     write_json(run.run_json, read_json(run.run_json) | {"data_dir": None})
     found = told("recipe=tiny", f"init.from={run.root}", *asked)
-    message = f"{run.root} has LoRA adapters of another size or base model, which would be lost"
-    assert found == ([("lora", message)] if is_refused else [])
+    assert [(path, "LoRA adapters" in message) for path, message in found] == ([("lora", True)] if is_refused else [])
 
 
 def test_faults_of_the_tensors_are_found_before_anything_runs(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes().replace(b"model.norm.weight", b"model.norm.height"))
-    assert told("recipe=tiny", "model=auto", f"init.from=hf:{folder}") == [
-        ("init.from", f"{folder} lacks model.norm.weight"),
-        ("init.from", f"{folder} has tensors that the model lacks: model.norm.height"),
-    ]
+    lacks, surplus = told("recipe=tiny", "model=auto", f"init.from=hf:{folder}")
+    assert {lacks[0], surplus[0]} == {"init.from"}
+    assert "model.norm.weight" in lacks[1] and "model.norm.height" not in lacks[1]
+    assert "model.norm.height" in surplus[1] and "model.norm.weight" not in surplus[1]
 
 
 def test_a_model_that_is_written_out_key_by_key_needs_no_group() -> None:
@@ -152,7 +151,8 @@ def test_a_model_that_is_written_out_key_by_key_needs_no_group() -> None:
 def test_a_run_without_a_checkpoint_is_no_beginning(make_run: Callable[..., RunDir]) -> None:
     run = make_run(step=0)
     write_json(run.run_json, read_json(run.run_json) | {"data_dir": None})
-    assert told("recipe=tiny", f"init.from={run.root}") == [("init.from", f"{run.root} has no complete checkpoint")]
+    ((path, message),) = told("recipe=tiny", f"init.from={run.root}")
+    assert path == "init.from" and str(run.root) in message and "checkpoint" in message
 
 
 def test_weights_are_looked_at_where_the_run_starts_here_alone(folder: Path) -> None:
@@ -163,8 +163,8 @@ def test_weights_are_looked_at_where_the_run_starts_here_alone(folder: Path) -> 
 
 
 def test_a_model_of_another_family_contradicts_the_checkpoint(folder: Path) -> None:
-    found = told("recipe=tiny_unet3d", f"init.from=hf:{folder}")
-    assert ("model.family", f"`model.family` is conv, but {folder}/config.json says decoder") in found
+    found = dict(told("recipe=tiny_unet3d", f"init.from=hf:{folder}"))
+    assert " conv, " in found["model.family"] and found["model.family"].endswith(" decoder")
 
 
 def test_token_folders_take_the_tokenizer_of_the_checkpoint_for_conversations_to_validate_with(folder: Path) -> None:

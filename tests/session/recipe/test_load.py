@@ -101,4 +101,4 @@ def test_a_name_in_the_place_of_a_section_is_one_mistake(write) -> None:
     """The data's tokenizer refers to a key of the model."""
     write("recipes/mine.yaml", "model: llama_tiny\ntrain: {max_steps: 3}\nbatching: {global_batch_size: 8}\n")
     (problem,) = examine(["recipe=mine"]).problems
-    assert (problem.code, problem.path) == ("wrong_type", "model") and "- override /model: llama_tiny" in problem.hint
+    assert (problem.code, problem.path) == ("wrong_type", "model") and "/model: llama_tiny" in problem.hint

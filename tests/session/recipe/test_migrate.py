@@ -138,9 +138,9 @@ def test_all_that_stands_against_it_is_told_before_anything_is_written(run: RunD
         *("no_form", "no_form", "no_form", "no_form", "no_form", "missing_file"),
     ]
     said = [problem.message for problem in error.problems]
-    assert said[0].endswith("it has version 7.0 of the training spec; this one reads 0.1 and 1.0")
+    assert " version 7.0 " in said[0]
     assert said[2] == f"{run.root / 'looks.json'} is a link"
-    assert said[4] == f"{tmp_path}/group.yaml is not a recipe: it has the key `num_layers`, which no recipe has"
+    assert said[4].startswith(f"{tmp_path}/group.yaml ") and "`num_layers`" in said[4]
     assert snapshot(tmp_path) == before
 
 
@@ -149,10 +149,8 @@ def test_a_run_that_goes_on_is_left_alone(run: RunDir) -> None:
     with claim(run, "other"):
         for path in (run.root, run.result_json):
             error = refused(path)
-            assert (error.problems[0].code, error.problems[0].hint) == (
-                "still_running",
-                f"stop it first: trainspec stop {run.root}",
-            )
+            assert error.problems[0].code == "still_running"
+            assert f"trainspec stop {run.root}" in error.problems[0].hint
     found = find_migrations([str(run.root)])
     with claim(run, "begun meanwhile"), pytest.raises(RecipeError, match="is still running"):
         apply(found)
@@ -165,7 +163,7 @@ def test_files_of_others_are_refused(run: RunDir) -> None:
     run.result_json.chmod(0o666)
     for path in (run.root, run.result_json):
         error = refused(path)
-        assert isinstance(error, MachineError) and "can be written by every user of this machine" in str(error)
+        assert isinstance(error, MachineError) and error.problems[0].code == "not_trusted"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who can give a file away")
@@ -174,21 +172,21 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("compile: true\n")
     os.chown(file, 12345, 12345)
-    assert "belongs to another user, number 12345" in str(refused(file))
+    assert "another user, number 12345" in str(refused(file))
 
 
 @pytest.mark.clause("VER-7")
 @pytest.mark.parametrize(
     ("version", "code", "hint"),
     [
-        ("0.1", "downgrade", "restore the backup next to the file: mv FILE.0.1.bak FILE"),
-        ("3.0", "newer_version", "upgrade: pip install --upgrade trainspec"),
-        ("x", "unknown_version", "pass --to 1.0, or leave it out"),
+        ("0.1", "downgrade", "mv FILE.0.1.bak FILE"),
+        ("3.0", "newer_version", "pip install --upgrade trainspec"),
+        ("x", "unknown_version", "--to 1.0"),
     ],
 )
 def test_another_version_than_the_current_one_is_no_aim(run: RunDir, version: str, code: str, hint: str) -> None:
     (problem,) = refused(run.root, version=version).problems
-    assert (problem.code, problem.hint) == (code, hint)
+    assert problem.code == code and hint in problem.hint
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -198,7 +196,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_has_changed_since_it_was_read_is_not_written(run: RunDir) -> None:
     found = find_migrations([str(run.result_json)])
     write_json(run.result_json, {"status": "failed"})
-    with pytest.raises(MachineError, match="has changed in the meantime"):
+    with pytest.raises(MachineError, match="has changed"):
         apply(found)
     assert json.loads(run.result_json.read_text()) == {"status": "failed"}
     assert sorted(path.name for path in run.root.iterdir()) == ["result.json", "run.json"]

@@ -1,8 +1,9 @@
-"""A plan of a model on a cluster, without a recipe: what stands for the rest, and what is refused."""
+"""A plan of a model on a cluster, without a recipe: the defaults, and the errors."""
 
 from __future__ import annotations
 
 import pytest
+from lab.problems import raises
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.recipe.keys.run import RunSpec
@@ -37,7 +38,7 @@ def test_samples_are_as_long_as_the_model_allows() -> None:
 
 
 def test_neither_a_recipe_nor_a_model_is_refused() -> None:
-    with pytest.raises(RecipeError, match="neither a recipe nor a model") as raised:
+    with raises(RecipeError, "missing_value", path="recipe") as raised:
         with_defaults(["cluster=h100"])
     assert "model=NAME cluster=NAME" in raised.value.problems[0].hint
 

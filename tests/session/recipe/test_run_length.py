@@ -1,4 +1,4 @@
-"""A run that is asked for by tokens or epochs: its steps, its end, and what goes on with it."""
+"""A run whose length is given in tokens or epochs: its steps, its end, and resuming it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from lab.problems import raises
 
 from trainspec_cli.balance.batch.batch import run_phases, schedule_batches
 from trainspec_cli.core.errors import RecipeError
@@ -111,13 +112,13 @@ def test_epochs_of_text_follow_the_prepared_tokens(text: str, capfd: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "code", "path", "message"),
     [
-        (["train.tokens=1e6", "train.epochs=2"], "contradiction", "train.tokens", "both set the length of the run"),
+        (["train.tokens=1e6", "train.epochs=2"], "contradiction", "train.tokens", "both set"),
         (["train.tokens=51200", "train.max_steps=7"], "contradiction", "train.max_steps", r"train.tokens` \(100 steps"),
-        (["train.epochs=2", "data=text", "data.path=gone"], "unknown_length", "train.epochs", "gone does not exist"),
-        (["train.epochs=2", "data=mixture"], "unsupported", "train.epochs", "have epochs of different lengths"),
+        (["train.epochs=2", "data=text", "data.path=gone"], "unknown_length", "train.epochs", "gone "),
+        (["train.epochs=2", "data=mixture"], "unsupported", "train.epochs", "different lengths"),
         (["train.tokens=-5"], "out_of_range", "train.tokens", "at least 1"),
         (["train.epochs=0"], "out_of_range", "train.epochs", "more than 0"),
-        (["train.tokens=many"], "wrong_type", "train.tokens", "expected a whole number or null"),
+        (["train.tokens=many"], "wrong_type", "train.tokens", "or null"),
         (["train.tokens=5", "batching.global_batch_size=x"], "wrong_type", "batching.global_batch_size", "is 'x'"),
     ],
 )
@@ -125,7 +126,8 @@ def test_a_length_that_cannot_be_is_refused(arguments: list[str], code: str, pat
     with pytest.raises(RecipeError, match=message) as raised:
         load(["recipe=tiny", *arguments])
     assert (raised.value.problems[0].code, raised.value.problems[0].path) == (code, path)
-    assert "train.max_steps` has no value" not in str(raised.value), "it follows from what is wrong"
+    found = {(problem.code, problem.path) for problem in raised.value.problems}
+    assert ("missing_value", "train.max_steps") not in found, "it follows from what is wrong"
 
 
 def test_the_record_of_a_run_can_be_launched_again() -> None:
@@ -149,9 +151,8 @@ def test_a_run_goes_on_to_more_tokens_or_epochs_or_steps(
     assert steps() == (100, 51200)
     assert steps("train.tokens=102400") == (200, 102400)
     assert steps("train.max_steps=50") == (50, None)
-    with pytest.raises(RecipeError, match="both set the length") as raised:
+    with raises(RecipeError, "contradiction", "`train.tokens`", path="train.max_steps"):
         steps("train.max_steps=50", "train.tokens=102400")
-    assert [problem.path for problem in raised.value.problems] == ["train.max_steps"]
 
 
 def test_a_run_of_tokens_is_done_when_they_are_trained(make_run: Callable[..., RunDir], console: RunConsole) -> None:
@@ -160,7 +161,7 @@ def test_a_run_of_tokens_is_done_when_they_are_trained(make_run: Callable[..., R
     write_json(run.manifest(10), {"about": {"step": 10, "samples": 79}})
     assert prepare_resume(run, [], NodeOptions(), console).plan.total_steps == 10
     write_json(run.manifest(10), {"about": {"step": 10, "samples": 80}})
-    with pytest.raises(RecipeError, match="nothing is left to do") as raised:
+    with raises(RecipeError, "nothing_left") as raised:
         prepare_resume(run, [], NodeOptions(), console)
     assert raised.value.problems[0].hint.endswith(" train.tokens=10240")
 

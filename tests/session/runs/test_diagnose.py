@@ -1,4 +1,4 @@
-"""What a diagnosis says of a run that is longer than it looks at."""
+"""The diagnosis of a run with more steps than it reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_long_run_is_judged_by_its_newest_steps_and_says_so(tmp_path: Path, mo
     monkeypatch.setattr(gather, "LEAST_STEPS", 20)
     (verdict,) = verdicts_of(folder.run)
     assert (verdict.cause, verdict.rank) == ("slow_device", 3)
-    assert verdict.evidence[-1] == "based on the steps after 60; earlier steps were not read"
+    assert "steps after 60;" in verdict.evidence[-1]
 
 
 @pytest.mark.parametrize(("seconds", "count", "is_named"), [(8.0, 2, True), (8.0, 1, False), (1.0, 2, False)])

@@ -15,6 +15,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from lab.problems import raises
 from lab.waiting import PATIENCE_S
 
 from trainspec_cli.__main__ import run as trainspec
@@ -66,8 +67,8 @@ def test_a_run_is_stopped_and_waited_for(make_run: MakeRun, capsys: pytest.Captu
         assert trainspec(["stop", str(run.root)]) == EXIT_DONE
         assert requests.count == 1
     said = capsys.readouterr()
-    assert said.err == f"{run.root}: asked to write a checkpoint and stop\n"
-    assert said.out == f"stopped; its newest checkpoint is from step 10\nresume      trainspec resume {run.root}\n"
+    assert said.err.startswith(f"{run.root}: ")
+    assert "step 10\n" in said.out and said.out.endswith(f" trainspec resume {run.root}\n")
 
 
 def test_a_run_that_is_to_stop_at_once_is_asked_twice(make_run: MakeRun) -> None:
@@ -79,15 +80,15 @@ def test_a_run_that_is_to_stop_at_once_is_asked_twice(make_run: MakeRun) -> None
 
 def test_what_is_not_running_here_is_not_stopped(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run()
-    with pytest.raises(RecipeError, match="is killed, not running"):
+    with raises(RecipeError, "not_running", "killed"):
         follow.stop(run, at_once=False, on_asked=lambda: None)
     monkeypatch.setattr(follow.os, "kill", lambda *_: pytest.fail("a process of this node was signalled"))
     with claim(run, "launch"):
         write_json(run.root / "other.json", {**read_json(run.pid_json), "host": "far"})
         run.pid_json.write_text((run.root / "other.json").read_text())
-        with pytest.raises(MachineError, match="is supervised on far") as refused:
+        with raises(MachineError, "other_node", " far") as refused:
             follow.stop(run, at_once=False, on_asked=lambda: None)
-        assert refused.value.problems[0].hint == f"run it there: ssh far trainspec stop {run.root}"
+        assert refused.value.problems[0].hint.endswith(f"ssh far trainspec stop {run.root}")
 
 
 def test_the_owner_is_the_process_that_holds_the_run(make_run: MakeRun) -> None:
@@ -108,13 +109,13 @@ def test_watching_shows_what_was_said_before_and_ends_with_the_run(
     with supervised(run, lambda: "before" in shown.getvalue(), work=lambda: None):
         assert follow.watch(run, console) == "stopped"
     assert "step 3: warning: before\n" in shown.getvalue()
-    with pytest.raises(RecipeError, match="is stopped, not running"):
+    with raises(RecipeError, "not_running", "stopped"):
         follow.watch(run, console)
 
 
 def test_a_log_is_followed_to_the_last_line(make_run: MakeRun) -> None:
     run, ended = make_run(), threading.Event()
-    with pytest.raises(RecipeError, match="the run has printed nothing yet"):
+    with raises(RecipeError, "no_log"):
         next(follow.read_run_log(run, follow=False))
     run.logs.mkdir()
     run.run_log.write_text("one\n")

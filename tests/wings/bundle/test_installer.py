@@ -99,7 +99,7 @@ def test_one_changed_byte_of_a_wheel_is_found_and_nothing_is_installed(bundle: P
     ended = run_script(bundle, "new")
     assert ended.returncode == 4
     assert wheel.name in ended.stderr and hashlib.sha256(content).hexdigest() in ended.stderr
-    assert "hint: copy wheels/trainspec" in ended.stderr and "Traceback" not in ended.stderr
+    assert "copy wheels/trainspec" in ended.stderr and "Traceback" not in ended.stderr
     assert not (bundle.parent / "new").exists()
 
 
@@ -180,5 +180,5 @@ def test_an_existing_environment_is_not_changed(bundle: Path) -> None:
 def test_a_failed_installation_leaves_nothing(bundle: Path) -> None:
     ended = run_script(bundle, "new")
     assert ended.returncode == 4
-    assert "pip ended with exit code" in ended.stderr and "Traceback" not in ended.stderr
+    assert "pip ended with" in ended.stderr and "Traceback" not in ended.stderr
     assert not (bundle.parent / "new").exists()

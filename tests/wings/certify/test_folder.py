@@ -65,7 +65,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_damaged_header_is_named(tmp_path: Path) -> None:
     (tmp_path / HEADER).write_text("{}")
-    with pytest.raises(RecipeError, match=r"certification\.json is damaged: it has no `trainspec`"):
+    with pytest.raises(RecipeError, match=r"certification\.json .*`trainspec`"):
         opened(tmp_path, subject_of(CPU), "2026-01-01").__enter__()
 
 

@@ -110,7 +110,7 @@ def test_an_error_may_be_twice_that_of_the_format(ratio: float, passed: bool, pa
 def test_compression_may_cost_what_the_spec_states(
     gradients: Any, bound: float, part: float, passed: bool, clause: str, exchanges: int
 ) -> None:
-    """Of 64 exchanges, 8 may lose that much."""
+    """8 of 64 exchanges may lose that much."""
     run = Run(Case("dense", Layout(dp_shard=2), gradients=gradients), losses=False, exchanges=exchanges)
     check = ClauseCheck(clause, run)
     assert check.runs == (run, REFERENCE)

@@ -112,4 +112,4 @@ def test_a_missing_package_is_reported_with_the_extra_to_install(
     with pytest.raises(MachineError) as error:
         read_key(tmp_path / "mine")
     (problem,) = error.value.problems
-    assert (problem.code, problem.hint) == ("missing_package", "run pip install 'trainspec[signing]'")
+    assert problem.code == "missing_package" and "'trainspec[signing]'" in problem.hint

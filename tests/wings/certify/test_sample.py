@@ -28,7 +28,7 @@ ALONE = (
     *("NUM-3", "NUM-4", "NUM-5", "NUM-6", "NUM-8", "KERN-1", "KERN-2"),
     *(*COMM_CLAUSES, "CKPT-1", "CKPT-2", *LIVE_CLAUSES),
 )
-"""Clauses with runs of their own; the sample has one case of each."""
+"""Clauses with separate runs; the sample has one case of each."""
 ALWAYS = [
     Case("tied", Layout(pp=2, pipeline_schedule="zero_bubble")),
     Case("tied", Layout(pp=2, pipeline_schedule="zbv")),

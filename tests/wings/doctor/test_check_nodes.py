@@ -145,7 +145,7 @@ def test_warnings_name_the_node(plan: Plan, tmp_path: Path) -> None:
     small = Check("/dev/shm", "warn", "64 MiB free", "give the container more")
     reports = [NodeReport("a", 0.0, ()), NodeReport("b", 0.0, (small,))]
     examination.judge(reports)
-    assert shown.getvalue() == "b: /dev/shm: 64 MiB free; give the container more\n"
+    assert shown.getvalue() == f"b: /dev/shm: {small.found}; {small.advice}\n"
     with pytest.raises(MachineError, match=r"a .*/dev/shm"):
         examination.judge([NodeReport("a", 0.0, (replace(small, status="fail"),)), reports[1]])
 

@@ -59,8 +59,8 @@ def test_rdma_ports_that_are_down_are_a_warning(tmp_path: Path) -> None:
         (port / "state").write_text(state)
         (port / "rate").write_text("400 Gb/sec (4X NDR)")
     up, down = checks.check_rdma(tmp_path)
-    assert (up.status, up.found) == ("ok", "mlx5_0 port 1: 400 Gb/sec (4X NDR)")
-    assert (down.status, down.found) == ("warn", "mlx5_1 port 1 is 1: DOWN")
+    assert up.status == "ok" and up.found.startswith("mlx5_0 port 1: 400 Gb/sec")
+    assert down.status == "warn" and down.found.startswith("mlx5_1 port 1 ") and "DOWN" in down.found
 
 
 def test_measuring_the_disk_does_not_follow_a_link_of_another_user(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_each_gpu_in_use_is_reported_by_number(monkeypatch: pytest.MonkeyPatch) 
     play("busy", monkeypatch)
     (used,) = checks.check_gpus()
     assert used.status == "warn"
-    assert "GPU 3 (NVIDIA H100 80GB HBM3): 58.59 GiB of 79.65 GiB" in used.found
+    assert "GPU 3 (NVIDIA H100" in used.found and "58.59 GiB of 79.65 GiB" in used.found
     (lacking,) = checks.check_gpus(40.0 * 2**30)
     assert lacking.status == "fail" and "40.00 GiB" in lacking.found
 
@@ -265,4 +265,5 @@ def test_missing_shared_memory_and_ports_are_skipped(tmp_path: Path) -> None:
     assert list(checks.check_shm(tmp_path / "nothing")) == []
     assert list(checks.check_rdma(tmp_path / "nothing")) == []
     (tmp_path / "mlx5_0" / "ports" / "1").mkdir(parents=True)
-    assert summaries(checks.check_rdma(tmp_path)) == [("rdma", "warn", "mlx5_0 port 1 is unknown")]
+    (unknown,) = checks.check_rdma(tmp_path)
+    assert (unknown.name, unknown.status) == ("rdma", "warn") and "mlx5_0 port 1 " in unknown.found

@@ -21,7 +21,7 @@ def report(host: str, matmul: float = 1e12, memory: float = 1e11, *checks: Check
 def test_the_slowest_node_is_reported_in_each_figure() -> None:
     worst, other = compare([report("a"), report("b", matmul=0.9e12), report("c", memory=0.5e11)])
     assert (worst.host, worst.figure, worst.ratio) == ("c", "memory_bytes_per_s", 0.5)
-    assert worst.text.startswith("c is slowest in memory: 50%")
+    assert worst.text.startswith("c is slowest") and "memory: 50%" in worst.text
     assert (other.host, other.ratio) == ("b", 0.9)
 
 
@@ -30,7 +30,7 @@ def test_a_node_much_slower_than_the_others_is_refused_by_name() -> None:
         refuse_unfit([report("a"), report("b"), report("c", matmul=0.4e12)])
     (problem,) = caught.value.problems
     assert (caught.value.exit_code, problem.code) == (4, "slow_host")
-    assert problem.message.startswith("c is slowest in matmuls: 40%")
+    assert problem.message.startswith("c is slowest") and "matmuls: 40%" in problem.message
     assert "cluster.slurm.exclude=c" in problem.hint
 
 
@@ -88,7 +88,7 @@ def warnings(hosts: str, slow: dict[str, float]) -> list[str]:
 def test_equal_links_are_shown_with_rate_and_latency() -> None:
     checks = check_measured_links(measured("abc", {}))
     assert [check.status for check in checks] == ["ok"] * 3
-    assert checks[0].found == "a - b: 1 GB/s, 4.00 KiB in 0.08 ms"
+    assert all(fact in checks[0].found for fact in ("a - b: ", "1 GB/s", "4.00 KiB in 0.08 ms"))
 
 
 def test_a_bad_cable_is_found_although_most_pairs_are_slow() -> None:
@@ -109,7 +109,7 @@ def test_a_single_pair_is_not_compared() -> None:
 
 def test_all_reduces_are_shown() -> None:
     (check,) = check_measured_links(LinksResult((AllReduceRate(4096, 0.001, 4e6),), ()))
-    assert check.found == "4.00 KiB in 1.00 ms, 4 MB/s"
+    assert "4.00 KiB in 1.00 ms" in check.found and "4 MB/s" in check.found
 
 
 @pytest.mark.parametrize(("ratio", "status"), [(0.85, "ok"), (0.84, "warn"), (0.6, "warn"), (0.59, "fail")])

@@ -65,12 +65,12 @@ def test_a_node_that_cannot_compute_fails_with_the_reason(
     runs: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
-        raise MachineError("the tool ended with 1\nTraceback\nImportError: libcuda")
+        raise MachineError("it failed\nTraceback\nImportError: libcuda")
 
     monkeypatch.setattr(examine, "run_tool", fail)
     report = examine.examine_node(tmp_path, "cpu", "fp32", 1)
     found = [(check.name, check.status, check.found) for check in report.checks]
-    assert found[-1] == ("speed", "fail", "the tool ended with 1: ImportError: libcuda")
+    assert found[-1] == ("speed", "fail", "it failed: ImportError: libcuda")
     assert len(found) == 3 and report.checks[-1].advice and report.speed is None
 
 

@@ -112,7 +112,7 @@ def test_nics_are_shown_with_the_key_for_their_rate(tmp_path: Path) -> None:
         make_nic(tmp_path, f"mlx5_{number}", "400 Gb/sec (4X NDR)", str(number // 2))
     (check,) = check_nics(8, tmp_path)
     assert (check.name, check.status) == ("nics", "ok")
-    assert "4 NICs on NUMA nodes 0, 1, 1600 Gbit/s" in check.found and "cluster.nic_gbit_per_s=200" in check.found
+    assert "4 NICs" in check.found and "1600 Gbit/s" in check.found and "cluster.nic_gbit_per_s=200" in check.found
     assert list(check_nics(8, tmp_path / "nothing")) == []
 
 

@@ -469,7 +469,7 @@ def durations() -> dict[str, Any]:
 
 
 def overlap() -> dict[str, float]:
-    """Run a long operation beside a short one in another stream, then wait for the long one."""
+    """Run a long operation, and a short one in another stream; then wait for the long one."""
     values = torch.zeros(2**22, device="emulated")
     few = values[: 2**18]
     side = torch.Stream("emulated")

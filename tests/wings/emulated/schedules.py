@@ -127,7 +127,7 @@ class Short:
 
     @property
     def is_steady(self) -> bool:
-        """Whether all steps are alike, with the state on the device and without packages that may be missing."""
+        """Return whether all steps are alike, with the state on the device and without packages that may be missing."""
         return self.case.live is None and self.case.offload == "none" and self.case.compute != "fp8"
 
     def plan(self, steps: int) -> Plan:
@@ -312,7 +312,7 @@ def report(case: str, seed: int | str | None, differing: list[str], began_s: flo
 
 
 def run_ranks(job: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Run the ranks of a job; return what they report. If one fails, or after the limit, all are stopped."""
+    """Run the ranks of a job; return what they report. If one fails, or after the limit, every rank is stopped."""
     ends_at = time.monotonic() + job["limit_s"]
     number = job["ranks"]
     base = {STORE_FILE: f"{folder}/store", "TMPDIR": str(folder)}

@@ -107,7 +107,7 @@ def test_attention_runs_at_the_rate_of_kernels_for_an_older_chip() -> None:
 
 @pytest.mark.parametrize("way", ["forward", "inputs", "weights"])
 def test_the_products_of_all_experts_take_the_time_of_one_launch(way: str) -> None:
-    """As the plan expects, and not the rate of convolutions."""
+    """The rate is that of the plan, not that of convolutions."""
     rows, hidden, width, experts = 8192, 4096, 1024, 8
     gemm = Gemm(rows / experts, width, hidden, experts, wide=False)
     shapes = {
@@ -121,6 +121,19 @@ def test_the_products_of_all_experts_take_the_time_of_one_launch(way: str) -> No
     op = torch.ops.aten._grouped_mm.default
     expected = dict(zip(shapes, gemm_s(gemm, costs.rates(torch.bfloat16), costs.eff), strict=True))
     assert costs.operation_s(op, (first, second, ends), {}, None) == pytest.approx(expected[way])
+
+
+def test_a_convolution_of_single_channels_takes_the_time_of_its_traffic() -> None:
+    """Mamba's convolutions over time: the FLOPs of a gradient are those of the channel's own taps."""
+    costs = ChipCosts(H100, Fabric(H100, 1, 1, 1, 900, 400))
+    x = torch.empty(1, 4096, 8195, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(4096, 1, 4, dtype=torch.bfloat16, device="meta")
+    geometry = ([1], [0], [1], False, [0], 4096)
+    y = torch.ops.aten.convolution(x, weight, None, *geometry)
+    backward = torch.ops.aten.convolution_backward.default
+    args = (y, x, weight, [4096], *geometry, [True, True, True])
+    seconds = costs.operation_s(backward, args, {}, backward(*args))
+    assert seconds == pytest.approx(costs.memory_s(2 * 3 * x.numel()), rel=0.01)
 
 
 SMALL = DecoderModel(2, 512, 8, 4, 64, 1024, 1000)

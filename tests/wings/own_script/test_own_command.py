@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.problems import raises
 
 from trainspec_cli.core.errors import EXIT_DONE, MachineError, RecipeError
 from trainspec_cli.run.folder.files import write_json
@@ -95,7 +96,7 @@ def test_a_full_disk_is_reported_with_the_option(monkeypatch: pytest.MonkeyPatch
         raise OSError(28, "No space left on device", "mine/run.json")
 
     monkeypatch.setattr(own_command, "write_own_launch", refuse)
-    with pytest.raises(MachineError, match="No space left on device") as raised:
+    with raises(MachineError, "cannot_write", "mine/run.json") as raised:
         run_command(COMMAND, "mine", WANTED, as_json=False)
     assert "--dir" in raised.value.problems[0].hint
 

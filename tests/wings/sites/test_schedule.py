@@ -77,7 +77,7 @@ def test_each_fragment_is_exchanged_every_interval() -> None:
 
 def test_the_link_of_the_meeting_point_carries_everything() -> None:
     two, four = SiteLinks(2, bytes_per_s=1e6, delay_s=0.05), SiteLinks(4, 1e6, 0.05)
-    assert two.exchange_s(1e6) == pytest.approx(0.1 + 1.0), "both directions at once"
+    assert two.exchange_s(1e6) == pytest.approx(0.1 + 1.0), "both directions at the same time"
     assert four.exchange_s(1e6) == pytest.approx(0.1 + 9.0)
     assert four.carried_bytes(1.0) == 3 + 9
     assert two.all_reduce_s(4e6) == pytest.approx(2 * (2.0 + 0.05))

@@ -8,6 +8,7 @@ save removes them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -42,6 +43,9 @@ PIECE_BYTES = 2**24
 POLL_S = 0.02
 PATIENCE_S = 1800.0
 """A rank that has not reported its part after this many seconds is treated as failed."""
+REPORTING_S = 10.0
+"""On a full disk, a rank tries to report its failure for this many seconds. The other ranks free their space meanwhile;
+without the report, rank 0 would wait for `PATIENCE_S`."""
 
 
 def partial_folder(run_dir: RunDir, step: int, token: str) -> Path:
@@ -78,8 +82,16 @@ def leave_failure(folder: Path, rank: int, error: OSError) -> None:
     """Report that this rank's part could not be written; remove the partial file first, to free space."""
     with contextlib.suppress(OSError):
         (folder / file_name(rank)).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        write_json(folder / f"rank{rank:05d}.failed.json", {"rank": rank, "message": error.strerror or str(error)})
+    report = {"rank": rank, "message": error.strerror or str(error)}
+    deadline = time.monotonic() + REPORTING_S
+    while True:
+        try:
+            write_json(folder / f"rank{rank:05d}.failed.json", report)
+            return
+        except OSError as refused:
+            if refused.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() > deadline:
+                return
+            time.sleep(POLL_S)
 
 
 def commit(

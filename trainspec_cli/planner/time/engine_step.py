@@ -201,14 +201,19 @@ class RankClock:
             self._wait(end_s)
         return end_s
 
+    def _gather_root(self, stage: Stage, after_s: float) -> float:
+        """Gather the parameters outside the blocks. Return when they have arrived, in seconds."""
+        self._wait(self._exchange("gather", stage.root, after_s))
+        arrived_s = self.now_s
+        self.now_s += stage.root.copy_out_s
+        return arrived_s
+
     def _forward(self, number: int) -> None:
         stage = self.stages[number]
         # FSDP2's streams wait for the compute stream at the start of a stage's pass.
         after_s = self.now_s
         if not self.has_root[number]:
-            self._wait(self._exchange("gather", stage.root, after_s))
-            after_s = self.now_s
-            self.now_s += stage.root.copy_out_s
+            after_s = self._gather_root(stage, after_s)
             self.has_root[number] = True
         self.now_s += stage.before_s[0]
         # A unit's parameters are gathered while the previous unit computes.
@@ -238,7 +243,14 @@ class RankClock:
         exchanges = action.kind == "backward" and (last or self.layout.exchanges_every_backward)
         gathers = not self.has_blocks[number]
         waiting = units[::-1] if gathers else []
-        ready_s = self._exchange("gather", waiting[-1], 0.0) if waiting else 0.0
+        # Another micro-batch's backward may have released the root. FSDP2's hooks gather it again before the last block
+        # of the stage with the head, and after that of the other stages, where it leaves the stage.
+        lacks_root = not self.has_root[number]
+        after_s = 0.0
+        if lacks_root and number == self.layout.num_stages - 1:
+            after_s = self._gather_root(stage, 0.0)
+            lacks_root = False
+        ready_s = self._exchange("gather", waiting[-1], after_s) if waiting else 0.0
         self.now_s += stage.after_s[1]
         for block in blocks:
             for unit in block:
@@ -248,6 +260,9 @@ class RankClock:
                     # The next gather starts only after these parameters have been copied out.
                     waiting.pop()
                     ready_s = self._exchange("gather", waiting[-1], self.now_s) if waiting else 0.0
+                if lacks_root:
+                    self._gather_root(stage, self.now_s)
+                    lacks_root = False
                 self.now_s += unit.early_s
             for unit in reversed(block):
                 self.now_s += unit.backward_s + unit.backward_waits_s

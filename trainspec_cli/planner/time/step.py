@@ -84,6 +84,8 @@ class Rates:
     wide_element_bytes: float
     generation: int
     """Tensor core generation that attention kernels are written for: 2 Ampere, 3 Hopper, 4 Blackwell."""
+    precise_matmul: float
+    """Rate of matrix multiplications in fp32."""
 
 
 EXPONENTIALS_PER_FLOP = 1 / 250
@@ -107,6 +109,8 @@ def rates_of(chip: AcceleratorSpec, matmul: str, compute: str, eff: Efficiency) 
         element_bytes=4.0 if compute in ("fp32", "tf32") else 2.0,
         wide_element_bytes={"nvfp4": 0.56, "fp8": 1.0, "mxfp8": 1.03}.get(matmul, 2.0),
         generation=2 + (chip.fp8_tflops > 0) + (chip.fp4_tflops > 0) if chip.bf16_tflops else 1,
+        # Some data sheets do not state a rate in fp32.
+        precise_matmul=matmul_flops_per_s(chip, "fp32", eff) or matmul_flops_per_s(chip, compute, eff),
     )
 
 
@@ -127,8 +131,12 @@ def product_s(m: float, n: float, k: float, gemm: Gemm, rates: Rates, eff: Effic
     its inner dimension. Long inner dimensions with few tiles (tensor parallelism, small micro-batches) lose the
     most."""
     rate, size = (rates.matmul, rates.wide_element_bytes) if gemm.wide else (rates.plain_matmul, rates.element_bytes)
+    result_size = rates.element_bytes
+    if gemm.precise:
+        rate = rates.precise_matmul
+        size = result_size = 4.0
     loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
-    traffic = size * (m * k + k * n) + rates.element_bytes * m * n
+    traffic = size * (m * k + k * n) + result_size * m * n
     arithmetic = 2.0 * m * n * k / rate * loss
     tail = eff.tail_waves * WAVE_OUTPUTS * 2.0 * k / rate * loss
     return gemm.count * (arithmetic + eff.gemm_memory * traffic / rates.memory) + tail + eff.kernel_s
@@ -280,8 +288,11 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     backward *= not work.frozen
     core = work.counted_core if counted else None
     core_work = work if core is None else replace(work, attention_flops=core.flops, attention_head_dim=core.head_dim)
-    started_s = 0.0 if core is None else core.kernels * eff.kernel_s
-    attention_f, attention_b = (started_s + seconds for seconds in attention_s(core_work, setup, rates, eff))
+    attention_f, attention_b = attention_s(core_work, setup, rates, eff)
+    if core is not None:
+        scan = [gemm_s(gemm, rates, eff) for gemm in core.gemms]
+        attention_f += core.kernels * eff.kernel_s + sum(time[0] for time in scan)
+        attention_b += core.kernels * eff.kernel_s + sum(time[1] + time[2] for time in scan)
 
     scale = eff.elementwise if software.fused_kernels else eff.elementwise_eager
     if work.convolves:

@@ -29,6 +29,8 @@ class Gemm:
     count: float = 1.0
     wide: bool = True
     """True if it uses the linear layers' format (fp8, ...). The router, the head and frozen parts stay in bf16."""
+    precise: bool = False
+    """True if it runs in fp32, whatever the compute format is."""
 
     @property
     def flops(self) -> float:
@@ -36,12 +38,13 @@ class Gemm:
 
 
 class Core(NamedTuple):
-    """The fused attention of a layer."""
+    """What mixes the tokens of a layer: fused attention, or the matrix multiplications of a scan."""
 
     flops: float
     """FLOPs of the forward pass."""
     head_dim: float
     kernels: int
+    gemms: tuple[Gemm, ...] = ()
 
 
 KernelCounts = Mapping[float, int]
@@ -68,7 +71,7 @@ class Work:
     counted_gemms: tuple[Gemm, ...] | None = None
     """The products that trainspec computes without compilation, if they are not `gemms`."""
     counted_core: Core | None = None
-    """Its attention."""
+    """Its attention or scan."""
     counted_kernels: tuple[KernelCounts, KernelCounts] | None = None
     """Its other operations (forward, backward), counted from its code; None: not counted."""
     tensor_bytes: float = 1e9

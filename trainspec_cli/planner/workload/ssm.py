@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from trainspec_cli.planner.workload import Gemm, Layers, Work, delayed_in_block, transformer
+from trainspec_cli.planner.workload import Core, Gemm, Layers, Work, delayed_in_block, transformer
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import CONV_TAPS, LETTERS, HybridModel
+from trainspec_cli.recipe.keys.model import CONV_TAPS, LETTERS, SCAN_BLOCK, HybridModel
 
 CHUNK = 256
 """Number of tokens per block of the state-space dual form."""
@@ -79,7 +79,7 @@ def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout)
     for letter in dict.fromkeys(model.layers):
         mixer = LETTERS[letter]
         if mixer == "mamba":
-            kinds[letter] = mamba_work(model, tokens, layout)
+            kinds[letter] = mamba_work(model, tokens, seq_len, layout)
         elif mixer == "attention":
             kinds[letter] = transformer.attention_work(decoder, tokens, seq_len, layout)
         elif mixer == "feed_forward":
@@ -93,14 +93,37 @@ def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout)
     return tuple(parts[letter] for letter in model.layers)
 
 
-def mamba_work(model: HybridModel, tokens: float, layout: Layout) -> Work:
+def scan_gemms(model: HybridModel, tokens: float, seq_len: int, tp: int) -> tuple[Gemm, ...]:
+    """Return the products of the engine's scan (`engine/models/mamba2.py`), which runs them one after another: scores
+    and sums within blocks, states that blocks add, states passed on between blocks (in fp32), and states read."""
+    block = min(SCAN_BLOCK, seq_len)
+    blocks = -(-seq_len // block)
+    samples = tokens / seq_len
+    groups = samples * model.mamba_groups / tp
+    heads = samples * model.mamba_heads / tp
+    state = model.mamba_state_size
+    inner = inner_size(model) / model.mamba_groups
+    return (
+        Gemm(block, block, state, blocks * groups, wide=False),
+        Gemm(block, model.mamba_head_dim, block, blocks * heads, wide=False),
+        Gemm(state, inner, block, blocks * groups, wide=False),
+        Gemm(blocks, model.mamba_head_dim * state, blocks, heads, wide=False, precise=True),
+        Gemm(block, inner, state, blocks * groups, wide=False),
+    )
+
+
+def mamba_work(model: HybridModel, tokens: float, seq_len: int, layout: Layout) -> Work:
     tp = layout.tp
     hidden = model.hidden_size
     split = tp if layout.sequence_parallel else 1
     inner = inner_size(model) / tp
     wide = mamba_in_width(model) / tp
+    states = model.mamba_groups * model.mamba_state_size / tp
+    separate = (inner, inner, states, states, model.mamba_heads / tp)
     return Work(
         gemms=(Gemm(tokens, wide, hidden), Gemm(tokens, hidden, inner)),
+        counted_gemms=(*(Gemm(tokens, width, hidden) for width in separate), Gemm(tokens, hidden, inner)),
+        counted_core=Core(0.0, float(model.mamba_head_dim), 0, scan_gemms(model, tokens, seq_len, tp)),
         attention_flops=SCAN_SLOWNESS * tokens * scan_flops_per_token(model) / tp,
         attention_head_dim=float(model.mamba_head_dim),
         pass_bytes=2.0 * tokens * (7 * hidden / split + 4 * wide + 16 * inner),

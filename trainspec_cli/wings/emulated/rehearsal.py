@@ -140,12 +140,10 @@ REHEARSE = Tool(
 
 
 def distinct(plan: Plan) -> list[int]:
-    """Return one rank of each pipeline stage, because the other ranks of a stage hold equal parts. Along cp, choose the
-    last rank, whose queries attend to all parts of the keys."""
-    layout = plan.layout
-    per_stage = plan.group_size // layout.pp
-    along_cp = (layout.cp - 1) * layout.tp
-    return [stage * per_stage + along_cp for stage in range(layout.pp)]
+    """Return one rank of each pipeline stage, because the other ranks of a stage hold equal parts. Along cp, the first
+    rank needs the most memory (`ring` in `planner/memory/engine/blocks.py`)."""
+    per_stage = plan.group_size // plan.layout.pp
+    return [stage * per_stage for stage in range(plan.layout.pp)]
 
 
 def stage_of(plan: Plan, rank: int) -> int:
@@ -176,7 +174,7 @@ def read_ranks(text: str, plan: Plan, kinds: Sequence[int]) -> list[int]:
     if text == "distinct":
         return each
     if text == "all":
-        return [rank - (layout.cp - 1 - place) * layout.tp for rank in each for place in range(layout.cp)]
+        return [rank + place * layout.tp for rank in each for place in range(layout.cp)]
     numbers = text.split(",")
     if not all(number.strip().isdecimal() and int(number) < plan.group_size for number in numbers):
         message = f"--ranks {text} does not name ranks of this plan"

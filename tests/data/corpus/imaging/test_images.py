@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lab.problems import refused
 
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.data.corpus.imaging.images import (
@@ -97,25 +98,24 @@ def test_pictures_are_opened_with_pillow(tmp_path):
 
 
 def test_too_many_classes_are_refused(folder):
-    with pytest.raises(RecipeError, match=r"has 3 classes \(sub-folders\), but the model has 2") as caught:
+    with refused(RecipeError, "wrong_classes", "model.num_classes", " 3 classes ", " 2", "model.num_classes=3"):
         find_samples(spec(folder), replace(MODEL, num_classes=2))
-    assert caught.value.problems[0].hint == "set model.num_classes=3"
 
 
 def test_an_empty_folder_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="no sub-folder with images"):
+    with refused(RecipeError, "no_samples", "data.path"):
         find_samples(spec(tmp_path), MODEL)
 
 
 def test_a_file_of_another_shape_is_named(folder):
     np.save(folder / "ant" / "0.npy", np.zeros((5, 5), dtype=np.uint8))
-    with pytest.raises(MachineError, match=r"ant/0.npy has shape \(5, 5, 1\); expected \(H, W, 3\)"):
+    with refused(MachineError, "wrong_shape", "", "ant/0.npy", "(5, 5, 1)", "(H, W, 3)"):
         find_samples(spec(folder), MODEL)
 
 
 def test_a_broken_file_is_named(folder):
     (folder / "ant" / "0.npy").write_bytes(b"nothing")
-    with pytest.raises(MachineError, match=r"ant/0.npy cannot be read as an image"):
+    with refused(MachineError, "unreadable_file", "", "ant/0.npy"):
         find_samples(spec(folder), MODEL)
 
 
@@ -198,7 +198,7 @@ def test_a_picture_of_one_channel_may_have_two_dims(folder: Path) -> None:
 @pytest.mark.parametrize("pixels", [np.array([["a"]]), np.zeros((4, 4, 3), dtype=complex)])
 def test_what_holds_no_numbers_is_no_picture(folder: Path, pixels: np.ndarray) -> None:
     np.save(folder / "ant" / "0.npy", pixels)
-    with pytest.raises(MachineError, match="cannot be read as an image"):
+    with refused(MachineError, "unreadable_file", "", "ant/0.npy"):
         opened(folder)
 
 
@@ -231,7 +231,7 @@ def test_pillow_is_needed_for_pictures_alone(folder: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert opened(folder).count("train")
     (folder / "ant" / "0.png").touch()
-    with pytest.raises(MachineError, match="Pillow, which is not installed") as raised:
+    with pytest.raises(MachineError, match="Pillow") as raised:
         opened(folder)
     (problem,) = raised.value.problems
     assert (problem.code, problem.environment) == ("missing_package", True)

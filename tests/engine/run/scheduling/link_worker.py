@@ -19,12 +19,13 @@ from lab.engine_runs import KeptEvents, run_of
 
 from trainspec_cli.balance.batch.division import even_division_of
 from trainspec_cli.balance.decisions.links import TOLD_STEPS
+from trainspec_cli.engine import digest
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm import exchange
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.observe import links
-from trainspec_cli.engine.parallel import data_parallel, gradient_sums
+from trainspec_cli.engine.parallel import data_parallel
 from trainspec_cli.engine.run.scheduling import links as step_links
 from trainspec_cli.engine.run.scheduling.links import StepLinks
 from trainspec_cli.engine.run.step import train_step
@@ -46,20 +47,20 @@ PARTS = {"healthy": 9, "late": 5, "slow": 4}
 
 
 class Network:
-    """Stands in for the clock and the meetings of timed exchanges. Each rank has a clock of its own, which goes on when
-    it exchanges and computes, as long as is set; ranks that meet go on from the latest of their clocks."""
+    """Stands in for the clock and the meetings of timed exchanges. Each rank has a separate clock, which moves on by
+    the set times when it exchanges and computes; ranks that meet continue from the latest of their clocks."""
 
     def __init__(self) -> None:
         self.line_s: dict[str, float] = {}
         self.compute_s = 0.0
-        """What this rank computes between two exchanges that are timed."""
+        """Seconds that this rank computes between two timed exchanges."""
         self._now_s, self._met = 0.0, ""
         self._due_s = 0.0
         """Computing that begins once the end of the exchange before it is taken down."""
-        links.time = links.dist = self  # type: ignore[attr-defined]
-        for module, name in ((exchange, "all_gather"), (exchange, "reduce_scatter"), (dist, "all_reduce")):
+        digest.time = links.dist = self  # type: ignore[assignment]
+        for module, name in ((exchange, "all_gather"), (exchange, "start_reduce_scatter"), (dist, "all_reduce")):
             setattr(module, name, self._over_line(getattr(module, name)))
-        data_parallel.all_gather, gradient_sums.reduce_scatter = exchange.all_gather, exchange.reduce_scatter
+        data_parallel.all_gather = exchange.all_gather
 
     def perf_counter(self) -> float:
         now_s, due_s, self._due_s = self._now_s, self._due_s, 0.0

@@ -59,7 +59,7 @@ ADAPTED = {"data to tensor": LoraSpec(rank=4)}
 PLAIN_DESCENT = {"moved layers of a hybrid", "replicas to shards of a network"}
 FAILING = "pipeline to data"
 COPIES = "replicas to a pipeline of a tied model"
-"""Of a part that both ranks hold one gives its content away: the way back is not that forward."""
+"""One of the two ranks that hold a part sends it: the way back is not that forward."""
 
 
 def plan_of(family: str, layout: Layout, optimizer: Any, lora: LoraSpec | None = None) -> Plan:

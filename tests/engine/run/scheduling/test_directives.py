@@ -143,7 +143,7 @@ def test_nothing_is_recalled_where_nothing_is_followed(tmp_path: Path) -> None:
 def test_a_change_without_a_layout_is_refused(tmp_path: Path, plain: Any) -> None:
     broken = change(1, 10, DATA, PIPELINE)
     object.__setattr__(broken, "layout", plain)
-    with pytest.raises(MachineError, match=r"has a directive without a layout \(number 1\)|`layout` is invalid: "):
+    with pytest.raises(MachineError, match=r"without a layout \(number 1\)|`layout` is "):
         reopened(tmp_path, DATA, broken)
     assert read_directives(tmp_path / "nothing") == []
 

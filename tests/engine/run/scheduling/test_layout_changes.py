@@ -1,4 +1,4 @@
-"""Which layout a run is to have: by earlier starts, by its recipe, by its scheduler, and by the supervisor."""
+"""The layout of a run, as decided by earlier starts, its recipe, its scheduler, and the supervisor."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_proposal_for_another_layout_than_the_present_one_is_void(tmp_path: Pa
 def test_what_the_recipe_plans_comes_first(tmp_path: Path) -> None:
     run = Changes(tmp_path, changes=(PlannedLayout(9, SHARDED, 4, 1),))
     due = run.due(9, None, PROPOSED)
-    assert due is not None and (due.planned.layout, due.reason) == (SHARDED, "the recipe plans it")
+    assert due is not None and due.planned.layout == SHARDED and "recipe" in due.reason
 
 
 def test_a_resumed_run_divides_its_samples_by_what_the_directive_says_of_memory(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_resumed_run_decides_the_same() -> None:
 
 
 def warn(noise: float, samples: int, **schedule: Any) -> list[str | None]:
-    """Return what is told of three steps of `samples`, each after a measurement, averaged over two."""
+    """Return the warnings of three steps of `samples`, each after a measurement, averaged over two."""
     pace, told = pace_of(**{"kind": "seesaw", "smoothing_steps": 2} | schedule), []
     for step in range(1, 4):
         pace.note_step(step, samples, [PartSquares(1 + 2 * noise / samples, 1 + noise / samples, 2)])
@@ -137,24 +137,22 @@ def warn(noise: float, samples: int, **schedule: Any) -> list[str | None]:
 def test_a_batch_that_outgrows_the_noise_is_told_once_with_what_to_type() -> None:
     first, told, again = warn(42.0, 27)
     assert (first, again) == (None, None), "one step is no average, and once is enough"
-    assert told == (
-        "the batch has grown to 27 samples, more than half the gradient noise scale (42 over 2 steps), which "
-        "tends to worsen the loss. In the next run, set batching.schedule.max_global_batch_size=18"
-    )
+    for fact in ("27 samples", "(42 over 2 steps)", "batching.schedule.max_global_batch_size=18"):
+        assert fact in told
     assert warn(55.0, 27) == [None] * 3
 
 
 def test_a_batch_that_begins_too_large_is_told_to_begin_smaller_with_as_many_samples() -> None:
     """The rate of a quarter of the batch is half the rate."""
     _, told, _ = warn(10.0, 12)
-    assert told is not None and "set batching.global_batch_size=2 train.max_steps=160 optim.lr=0.005," in told
+    assert told is not None and "batching.global_batch_size=2 train.max_steps=160 optim.lr=0.005," in told
     _, told, _ = warn(0.5, 12)
-    assert told is not None and "set batching.global_batch_size=1 train.max_steps=320 optim.lr=0.00354," in told
+    assert told is not None and "batching.global_batch_size=1 train.max_steps=320 optim.lr=0.00354," in told
 
 
 def test_a_ramp_that_outgrows_the_noise_is_told_of_its_stages() -> None:
     _, told, _ = warn(10.0, 16, kind="ramp", stages=(RampStage(40, 16),))
-    assert told is not None and told.endswith("let batching.schedule.stages grow later or less")
+    assert told is not None and told.count("batching.schedule.stages") == 1
 
 
 def test_noise_shows_between_parts_alone() -> None:

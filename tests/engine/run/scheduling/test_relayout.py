@@ -79,7 +79,7 @@ def test_a_change_that_fails_on_one_rank_leaves_every_bit_as_it_was(
 ) -> None:
     for rank in quick:
         found = rank[f"failed at {at}"]
-        assert found["error"] == "rank 1: MemoryError: nothing is left"
+        assert found["error"].startswith("rank 1: MemoryError: ")
         assert (found["layout"], found["changed"], found["after"]) == (layout, [], [])
         assert found["losses"] == found["wanted"]
 
@@ -87,6 +87,5 @@ def test_a_change_that_fails_on_one_rank_leaves_every_bit_as_it_was(
 def test_a_change_that_one_rank_has_no_room_for_is_refused_before_anything_moves(quick: list[dict[str, Any]]) -> None:
     for rank in quick:
         found = rank["without room"]
-        assert found["error"].startswith("rank 0: the move takes ")
-        assert found["error"].endswith(" in addition to the memory in use, but only 1000 B are left")
+        assert found["error"].startswith("rank 0: ") and " 1000 B " in found["error"]
         assert (found["layout"], found["changed"], found["after"]) == ("pp=2", [], [])

@@ -1,4 +1,4 @@
-"""Ranks try sizes of buckets alike, whatever each of them waits for, and go on with the best."""
+"""All ranks try the same sizes of buckets, however long each of them waits, and keep the best."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Directives:
 
 
 class Run:
-    """Two ranks, the second of which has twice the gradients; `waits_s` is what a size takes."""
+    """Two ranks; the second one has twice the gradients; `waits_s` is what a size takes."""
 
     def __init__(self, waits_s: Any, plan: Plan = PLAN, *, can_join: bool = True, known: dict[str, int] | None = None):
         self.waits_s, self.directives, self.samples = waits_s, Directives(known), set[int]()

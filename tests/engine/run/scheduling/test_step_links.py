@@ -1,4 +1,4 @@
-"""Which steps are sampled: the same on every rank whatever happens to a step, and no more than the cost allows.
+"""The sampled steps: the same on every rank whatever happens to a step, and no more than the cost allows.
 
 A sampled step holds meetings, so a rank that samples alone waits for ever; and figures of another number than the other
 ranks' do not fit into the exchange that they share.
@@ -124,7 +124,7 @@ class Ranks:
             self._unread()
             self._unread = None
         (is_sampled,) = {timers.is_sampled for timers in self.timers}
-        assert due == {is_sampled}, "other replica groups are told before the step"
+        assert due == {is_sampled}, "other replica groups know before the step"
         reported = [one.report for one in self.links if one.report is not None]
         assert len({len(one.transfers) for one in reported}) <= 1 and len(reported) in (0, RANKS), "all or none"
         said = sum(one.steps_to_sample for one in self.links)
@@ -189,7 +189,7 @@ def test_the_rank_to_which_samples_cost_most_says_how_seldom_they_are(monkeypatc
     for _ in range(400):
         ranks.step()
     apart = [after - before for before, after in pairwise(ranks.sampled[FIRST_SAMPLES - 1 :])]
-    assert 0 <= min(apart) - (TOLD_STEPS + 40) <= 1, "counted from where the sample was told"
+    assert 0 <= min(apart) - (TOLD_STEPS + 40) <= 1, "counted from the step that announced the sample"
     assert max(apart) < 50, "learning from it costs next to nothing"
 
 

@@ -48,7 +48,7 @@ ONE_SLOW = (1.0, 1.0, 1.8, 1.0)
 
 
 class Run:
-    """Four data-parallel ranks, of which this process is the first; the others' figures are what `step` is given."""
+    """Four data-parallel ranks; this process is the first, and `step` gets the figures of the others."""
 
     def __init__(self, folder: Path, mode: str = "auto", group: int | None = None, **changes: Any):
         layout = changes.pop("layout", Layout(dp_shard=RANKS, zero_stage=1))
@@ -159,7 +159,7 @@ def test_a_slow_rank_gets_less_from_the_next_step_on(tmp_path: Path) -> None:
     assert (first["step"], first["number"], first["applied"]) == (changed, 1, True)
     assert (tuple(first["counts"]), first["micro_batches"], first["micro_batch_size"]) == (UNEVEN, 1, 16)
     assert (first["before_s"], first["expected_s"]) == pytest.approx((14.4, 9.0))
-    assert first["reason"] == "data-parallel rank 2 computes a sample in 1.8 s (median: 1.0 s)"
+    assert all(fact in first["reason"] for fact in ("rank 2 ", " 1.8 s ", "1.0 s"))
     assert "group" not in first
 
 
@@ -426,11 +426,11 @@ def test_half_a_line_at_the_end_was_never_in_force(tmp_path: Path, write: Any) -
     ("change", "says"),
     [
         ({"counts": "many"}, "`counts` is "),
-        ({"kind": "stages"}, "a directive of the kind `stages`, which this version does not know"),
-        ({"number": 3}, "has directive 3 where 2 should be: lines are missing"),
-        ({"counts": [0, 0, 0, 0]}, "a directive without a division (number 2)"),
-        ({"micro_batch_size": 0}, "a directive without a division (number 2)"),
-        ({"micro_batches": 0}, "a directive without a division (number 2)"),
+        ({"kind": "stages"}, "of the kind `stages`"),
+        ({"number": 3}, "directive 3 where 2 "),
+        ({"counts": [0, 0, 0, 0]}, "division (number 2)"),
+        ({"micro_batch_size": 0}, "division (number 2)"),
+        ({"micro_batches": 0}, "division (number 2)"),
     ],
 )
 def test_directives_that_cannot_be_followed_are_refused(

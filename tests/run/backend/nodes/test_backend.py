@@ -183,9 +183,8 @@ def waits_for(join_timeout_s: float, plan: Plan) -> Plan:
 def test_nodes_that_do_not_come_are_lost_after_the_recipes_limit(open_lab: Callable[..., Lab], plan: Plan) -> None:
     lab = open_lab(waits_for(0.05, plan), nodes=(0, 1))
     lab.wait_until(lambda: sum(isinstance(event, NodeLost) for event in lab.events) == 2)
-    assert {event.why for event in lab.events if isinstance(event, NodeLost)} == {
-        "did not join within 0.05 s (run.join_timeout_s)"
-    }
+    (why,) = {event.why for event in lab.events if isinstance(event, NodeLost)}
+    assert "0.05 s (run.join_timeout_s)" in why
 
 
 class Unplanned(RecipeJobs):
@@ -202,9 +201,8 @@ def unplanned(join_timeout_s: float) -> dict[str, object]:
 def test_nodes_of_a_job_without_a_plan_that_do_not_come_are_lost_after_its_limit(open_lab: Callable[..., Lab]) -> None:
     lab = open_lab(None, nodes=(0, 1), **unplanned(0.05))
     lab.wait_until(lambda: sum(isinstance(event, NodeLost) for event in lab.events) == 2)
-    assert {event.why for event in lab.events if isinstance(event, NodeLost)} == {
-        "did not join within 0.05 s (--join-timeout-s)"
-    }
+    (why,) = {event.why for event in lab.events if isinstance(event, NodeLost)}
+    assert "0.05 s (--join-timeout-s)" in why
 
 
 @pytest.mark.parametrize(("of_recipe", "key"), [(True, "run.join_timeout_s"), (False, "--join-timeout-s")])
@@ -219,7 +217,7 @@ def test_a_missing_node_is_named_once_another_is_there(
     lab.wait_until(lambda: any(isinstance(event, NodesSeen) and event.waiting for event in lab.events))
     (seen,) = (event for event in lab.events if isinstance(event, NodesSeen) and event.waiting)
     assert seen.hostnames == ("host0", "")
-    assert seen.waiting.startswith("1 of 2 nodes have joined; waiting for node 1 at ")
+    assert seen.waiting.startswith("1 of 2 nodes ")
     assert "30 min" in seen.waiting and key in seen.waiting
     lab.events.clear()
     lab.call(1)
@@ -275,7 +273,8 @@ def test_a_failed_worker_and_what_is_left_of_its_group(lab: Lab) -> None:
     lab.wait_until(lambda: lab.events)
     (ended,) = lab.events
     assert isinstance(ended, GroupEnded)
-    assert (ended.headline, ended.left_behind) == ("rank 7 (host3) was killed by SIGKILL", (77,))
+    assert ended.headline.startswith("rank 7 (host3) ") and "SIGKILL" in ended.headline
+    assert ended.left_behind == (77,)
     lab.backend.kill(1)  # nothing is left to be killed
 
 
@@ -294,7 +293,7 @@ def test_a_lost_node_takes_its_group_along_and_may_come_back(lab: Lab) -> None:
     lab.events.clear()
     lab.wait_until(lambda: lab.events)
     assert isinstance(lab.events[0], GroupEnded)
-    assert lab.events[0].headline.startswith("node 3 (host3) closed its connection")
+    assert lab.events[0].headline.startswith("node 3 (host3) closed")
     lab.call(3)
     lab.wait_for(NodeBack(3), PresenceChanged(1, "there"))
 

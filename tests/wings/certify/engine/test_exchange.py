@@ -105,8 +105,8 @@ def test_a_run_that_continues_a_declined_one_is_declined(tmp_path: Path) -> None
     two = replace(WHOLE, layout=Layout(dp_replicate=2))
     follows = replace(WHOLE, saves=False, resumes=two)
     answers = ask_all(engine(tmp_path, "alone"), [two, follows], lambda done: None)
-    assert answers[two].declined == "it has one process"
-    assert answers[follows].declined.endswith(": it has one process")
+    assert "one process" in answers[two].declined
+    assert answers[follows].declined.endswith(f": {answers[two].declined}")
 
 
 def test_runs_follow_those_whose_checkpoints_they_need_and_have_unique_names() -> None:

@@ -370,13 +370,23 @@ def swap(tape: Tape, x: Value) -> Value:
 
 
 def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> Value:
-    """Record ring attention on the last rank, whose queries attend to all keys. Keys and values are passed from rank to
-    rank. Sums are in fp32, and the keys of a group are repeated for its queries. Selective recomputation keeps the
-    result of each step. The final result is ordered by head, and then copied to order it by token."""
+    """Record ring attention. Keys and values are passed from rank to rank. Sums are in fp32, and the keys of a group
+    are repeated for its queries. Selective recomputation keeps the result of each step. The final result is ordered by
+    head, and then copied to order it by token.
+
+    The first rank needs the most memory: in its second turn, half of its queries attend to all keys of another rank,
+    while the gradients of its first turn, in which all its queries attend to its own keys, are not released yet."""
     width, query, pair = q.width, q.elements, k.elements + v.elements
+    repeated = 2 * width * query if query > k.elements else 0.0
     travelling = 2 * width * pair
     forward = 4 * query + travelling + (2 * width + 8) * query + 2 * width * query
-    backward = 4 * query + 2 * width * pair + 2 * 4 * pair + (8 * width + 4) * query
+    # Sums of the queries' gradients, and a turn's gradient in fp32; gradients of the result; copies of half the
+    # queries, results and their gradients; the gradients of this turn and of the queries in the first turn.
+    of_queries = (4 + 4 + width + 1.5 * width + 2.5 * width + width) * query + repeated
+    # Sums of the gradients of keys and values, in this turn, in the first one, and those that travel.
+    of_keys = travelling + 3 * 4 * pair
+    results = width * (query + pair)
+    backward = of_queries + of_keys - results
     tape.keep((query * width + 4 * rows) * turns)
     saved = (q, k, v, tape.new(rows, 4.0))
     kernels = ring_kernels(q, k, rows, turns)
@@ -697,7 +707,9 @@ def convolved(tape: Tape, x: Value, rows: float, shape: Shape) -> Value:
 def conv(tape: Tape, x: Value, rows: float, seq_len: int) -> Value:
     padded = tape.copy(x, x.elements * (1 + (CONV_TAPS - 1) / seq_len))
     weights = tape.leaf(rows * CONV_TAPS), tape.leaf(rows)
-    return tape.apply((padded, *weights), x.elements, saved=(padded,), costly=True)
+    # So few taps per channel take less time than the memory traffic.
+    kernels = ((padded.size + x.size,), (2 * padded.size + x.size,))
+    return tape.apply((padded, *weights), x.elements, saved=(padded,), costly=True, kernels=kernels)
 
 
 def gated_norm(tape: Tape, y: Value, z: Value, scan: ScanSizes) -> Value:

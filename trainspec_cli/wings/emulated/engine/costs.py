@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from trainspec_cli.core.environment_names import EMULATED
 from trainspec_cli.core.errors import Problem, RecipeError
@@ -136,7 +136,13 @@ class ChipCosts:
             return arithmetic_s + softmax_s + self.eff.kernel_s
         traffic_s = self.memory_s(traffic_bytes(op, args, kwargs, result))
         if op.overloadpacket in flop_registry:
-            flops = flop_registry[op.overloadpacket](*args, **kwargs, out_val=result)
+            if name == "convolution_backward":
+                # torch's own count ignores groups in the gradient of the weights. Either gradient takes as many FLOPs
+                # as the forward.
+                gradient, given, weight = (one.shape for one in args[:3])
+                flops = sum(args[10][:2]) * conv_flop_count(given, weight, gradient, transposed=args[7])
+            else:
+                flops = flop_registry[op.overloadpacket](*args, **kwargs, out_val=result)
             dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
             arithmetic_s = flops / (self.rates(dtype).plain_matmul * self.eff.conv) + self.eff.kernel_s
             return max(arithmetic_s, traffic_s)
