@@ -160,7 +160,7 @@ def describe_left_out(event: NodesEvent, achieved: NodesAchievedEvent | None = N
     expected to take 1.3 s`, followed by the result; `step 120: node 3 was lost: the run continues on 2 nodes`."""
     spare = f", node {event.spare} takes its place" if isinstance(event.spare, int) else ""
     if event.reason != "slow":
-        what = {"lost": "was lost", "unfit": "cannot take part", "returned": "takes part again"}[event.reason]
+        what = {"lost": "was lost", "unfit": "cannot take part"}.get(event.reason, "takes part again")
         where = f"{event.num_nodes} node{'s' if event.num_nodes > 1 else ''}"
         return RunChange(event.step, f"node {event.node} {what}{spare}", f"{where} from here on, {_axes(event.layout)}")
     assert not isinstance(event.pace, Absent), "known for a slow node"
