@@ -80,7 +80,8 @@ def test_two_hosts_train_stop_and_resume(start_hosts, tmp_path):
 def test_a_host_that_dies_ends_the_run_within_its_deadline_and_is_named(start_hosts, tmp_path):
     """Its processes are stopped, so that its connections stay open: it is as if it was switched off."""
     run = RunDir(tmp_path / "run")
-    hosts = start_hosts("launch", *SMALL, "train.max_steps=100000", "run.node_timeout_s=5", "run.preflight=false")
+    ends = ("resilience.after_node_loss=end", "run.node_timeout_s=5", "run.preflight=false")
+    hosts = start_hosts("launch", *SMALL, "train.max_steps=100000", *ends)
     wait_for_step(run, 5, hosts[0])
     family = [psutil.Process(hosts[1].pid), *psutil.Process(hosts[1].pid).children(recursive=True)]
     for process in family:
@@ -203,6 +204,123 @@ def test_hosts_need_a_folder_that_they_share(trainspec):
     refused = trainspec("launch", *SMALL, "--nnodes", "2", "--rdzv-endpoint", "localhost:29500")
     assert refused.returncode == 2
     assert "`run.dir` is auto" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_another_number_of_hosts_with_other_values(start_hosts, trainspec, tmp_path):
+    """Three hosts, then two, then one; the losses are those of one host, whose rate changes at the same step."""
+    run = RunDir(tmp_path / "run")
+    three = start_hosts("launch", *THREE, "train.max_steps=10", nnodes=3)
+    assert [host.communicate() and host.returncode for host in three] == [0, 0, 0]
+    more = ("train.max_steps=20", "optim.lr=1e-4")
+    two = start_hosts("resume", str(run.root), *more)
+    said = [host.communicate()[0] for host in two]
+    assert [host.returncode for host in two] == [0, 0], said
+    ended = trainspec("resume", str(run.root), "cluster.num_nodes=1", "train.max_steps=25")
+    assert ended.returncode == 0, ended.stderr
+    assert worlds(run) == [3, 2, 1]
+    alone = RunDir(tmp_path / "alone")
+    assert trainspec("launch", *THREE, "train.max_steps=10", f"run.dir={alone.root}").returncode == 0
+    for values in (more, ("train.max_steps=25",)):
+        assert trainspec("resume", str(alone.root), *values).returncode == 0
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
+
+
+THREE = (
+    *("recipe=tiny", "cluster.devices_per_node=1", "data.seq_len=16", "batching.global_batch_size=6"),
+    *("precision.compute=fp32", "run.preflight=false", "optim.schedule.kind=constant", "checkpoint.interval_steps=5"),
+)
+
+
+def switch_off(host) -> None:
+    """Kill all processes of a host at once."""
+    family = [psutil.Process(host.pid), *psutil.Process(host.pid).children(recursive=True)]
+    for process in family:
+        process.suspend()
+    for process in family:
+        process.kill()
+    host.wait()
+
+
+def check_losses(run: RunDir, trainspec) -> None:
+    """The losses are those of a run on one host, so each sample was used once. Rounding differs with the number of
+    ranks, and grows from step to step; another sample would change a loss by a tenth."""
+    last = max(steps_of(run))
+    alone = RunDir(run.root.parent / "alone")
+    ended = trainspec("launch", *THREE, f"train.max_steps={last}", f"run.dir={alone.root}")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    changed = run_events(run, "start")[1]["step"]
+    found, expected = losses(run), losses(alone)
+    for step, loss in found.items():
+        assert loss == pytest.approx(expected[step], rel=1e-4 if step < changed + 20 else 1e-2), step
+    assert found.keys() == expected.keys()
+
+
+def worlds(run: RunDir) -> list[int]:
+    return [event["world_size"] for event in run_events(run, "start")]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_host_that_died_and_with_it_again(start_hosts, trainspec, tmp_path):
+    """Three hosts, then two, then three."""
+    run = RunDir(tmp_path / "run")
+    hosts = start_hosts("launch", *THREE, ENDLESS, nnodes=3)
+    wait_for_step(run, 7, hosts[0])
+    switch_off(hosts[2])
+    wait_for(lambda: worlds(run) == [3, 2], hosts[0])
+    wait_for_step(run, run_events(run, "start")[-1]["step"] + 30, hosts[0])
+    (again,) = start_hosts("launch", *THREE, ENDLESS, nnodes=3, nodes=(2,))
+    wait_for(lambda: worlds(run) == [3, 2, 3], hosts[0])
+    wait_for_step(run, run_events(run, "start")[-1]["step"] + 3, hosts[0])
+    hosts[0].send_signal(signal.SIGINT)
+    said = [host.communicate()[0] for host in (hosts[0], hosts[1], again)]
+    assert [host.returncode for host in (hosts[0], hosts[1], again)] == [6, 6, 6], said
+    lost, back = nodes_told(run)
+    assert [(one["reason"], one["node"], one["num_nodes"]) for one in (lost, back)] == [
+        ("lost", 2, 2),
+        ("returned", 2, 3),
+    ]
+    check_losses(run, trainspec)
+
+
+@pytest.mark.slow
+def test_another_host_takes_over_from_the_first(start_hosts, trainspec, tmp_path):
+    """The first of three hosts dies, with the supervisor; later it returns under its number, and all three train."""
+    run = RunDir(tmp_path / "run")
+    hosts = start_hosts("launch", *THREE, ENDLESS, nnodes=3)
+    wait_for_step(run, 7, hosts[0])
+    switch_off(hosts[0])
+    wait_for(lambda: worlds(run) == [3, 2], hosts[1])
+    wait_for_step(run, run_events(run, "start")[-1]["step"] + 30, hosts[1])
+    (again,) = start_hosts("resume", str(run.root), nnodes=3, nodes=(0,))
+    wait_for(lambda: worlds(run) == [3, 2, 3], hosts[1])
+    wait_for_step(run, run_events(run, "start")[-1]["step"] + 3, hosts[1])
+    hosts[1].send_signal(signal.SIGINT)
+    hosts = [*hosts[1:], again]
+    said = [host.communicate()[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [6, 6, 6], said
+    lost, back = nodes_told(run)
+    assert [(one["reason"], one["node"], one["num_nodes"]) for one in (lost, back)] == [
+        ("lost", 0, 2),
+        ("returned", 0, 3),
+    ]
+    check_losses(run, trainspec)
+
+
+@pytest.mark.slow
+def test_a_spare_host_takes_the_place_of_one_that_died(start_hosts, tmp_path):
+    run = RunDir(tmp_path / "run")
+    spare = "cluster.reliability.spare_nodes=1"
+    hosts = start_hosts("launch", *THREE, spare, ENDLESS, nnodes=2, nodes=range(3))
+    wait_for_step(run, 7, hosts[0])
+    switch_off(hosts[1])
+    wait_for(lambda: worlds(run) == [2, 2], hosts[0])
+    wait_for_step(run, run_events(run, "start")[-1]["step"] + 3, hosts[0])
+    hosts[0].send_signal(signal.SIGINT)
+    said = [host.communicate()[0] for host in (hosts[0], hosts[2])]
+    assert [host.returncode for host in (hosts[0], hosts[2])] == [6, 6], said
+    (lost,) = nodes_told(run)
+    assert (lost["reason"], lost["node"], lost["spare"], lost["num_nodes"]) == ("lost", 1, 2, 2)
 
 
 @pytest.mark.slow

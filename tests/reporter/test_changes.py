@@ -68,7 +68,9 @@ def test_a_node_that_is_left_out(recorded: Recorded) -> None:
     assert describe_left_out(LEFT_OUT).line == describe_event(LEFT_OUT)
     replaced = describe_left_out(replace(LEFT_OUT, spare=4), LEFT_OUT_ACHIEVED)
     advice = describe_left_out(replace(LEFT_OUT, applied=False))
-    recorded(describe_event(LEFT_OUT), replaced.line, advice.line)
+    lost = replace(LEFT_OUT, reason="lost", spare=4, pace=ABSENT, before_s=ABSENT, expected_s=ABSENT)
+    others = [replace(lost, reason=reason, spare=ABSENT) for reason in ("unfit", "returned")]
+    recorded(describe_event(LEFT_OUT), replaced.line, advice.line, *map(describe_event, (lost, *others)))
 
 
 def test_a_directive_whose_times_are_damaged(recorded: Recorded) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +45,7 @@ from trainspec_cli.run.recovery.run_state import (
     Event,
     NodeBack,
     NodeLost,
+    NodeReturned,
     NodeSlow,
     NodeStopRequested,
     NodeUnfit,
@@ -406,8 +407,8 @@ class LeftOut:
     def poll(self) -> tuple[()]:
         return ()
 
-    def leave_out(self, node: int) -> tuple[Job, Plan]:
-        self.nodes.append(node)
+    def select(self, reasons: Sequence[NodeSlow | NodeLost | NodeReturned]) -> tuple[Job, Plan]:
+        self.nodes += [one.node for one in reasons if isinstance(one, NodeSlow)]
         return self.given
 
 
@@ -426,7 +427,7 @@ class Histories(RuleBasedStateMachine):
         resilience = {"max_restarts_per_hour": limit, "min_groups": min(min_groups, groups)}
         plan = with_resilience(PLAN, groups, **resilience)
         self.supervisor = Supervisor(a_job(self.folder), plan, self.world.open, self.reports.append)
-        self.supervisor._slow_nodes = self.slow_nodes = LeftOut(self.supervisor)  # type: ignore[assignment]
+        self.supervisor._nodes = self.run_nodes = LeftOut(self.supervisor)  # type: ignore[assignment]
         self.supervisor.open()
         self.turn()
 
@@ -526,12 +527,12 @@ class Histories(RuleBasedStateMachine):
             restarts = [at for at, _, started, number in self.starts_s if started == group and number > 1]
             for at in restarts:
                 recent = sum(at <= other < at + RESTART_WINDOW_S for other in restarts)
-                assert recent <= self.limit + len(self.slow_nodes.nodes)
+                assert recent <= self.limit + len(self.run_nodes.nodes)
 
     @invariant()
     def a_node_is_left_out_once(self) -> None:
-        assert len(set(self.slow_nodes.nodes)) == len(self.slow_nodes.nodes)
-        assert not (self.slow_nodes.nodes and self.world.groups > 1), "these keep theirs"
+        assert len(set(self.run_nodes.nodes)) == len(self.run_nodes.nodes)
+        assert not (self.run_nodes.nodes and self.world.groups > 1), "these keep theirs"
 
     @invariant()
     def what_lives_is_known_to_live(self) -> None:

@@ -157,8 +157,14 @@ def describe_memory(event: MemoryEvent) -> RunChange:
 
 def describe_left_out(event: NodesEvent, achieved: NodesAchievedEvent | None = None) -> RunChange:
     """`step 120: node 3 is dropped: its ranks take 4.1 times as long as usual to compute; a step took 2.1 s and is
-    expected to take 1.3 s`, followed by the result."""
+    expected to take 1.3 s`, followed by the result; `step 120: node 3 was lost: the run continues on 2 nodes`."""
     spare = f", node {event.spare} takes its place" if isinstance(event.spare, int) else ""
+    if event.reason != "slow":
+        what = {"lost": "was lost", "unfit": "cannot take part"}.get(event.reason, "takes part again")
+        where = f"{event.num_nodes} node{'s' if event.num_nodes > 1 else ''}"
+        return RunChange(event.step, f"node {event.node} {what}{spare}", f"{where} from here on, {_axes(event.layout)}")
+    assert not isinstance(event.pace, Absent), "known for a slow node"
+    assert not isinstance(event.before_s, Absent) and not isinstance(event.expected_s, Absent), "likewise"
     if event.applied:
         what = f"node {event.node} is dropped{spare}"
     else:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import median
@@ -38,6 +38,7 @@ from trainspec_cli.run.folder.event_types.events import (
     FailureMark,
     LaunchMark,
     MemoryEvent,
+    NodeReason,
     NodesAchievedEvent,
     NodesEvent,
     RecoveryEvent,
@@ -46,14 +47,14 @@ from trainspec_cli.run.folder.event_types.events import (
 from trainspec_cli.run.folder.events import EventTail, EventWriter, read_sound
 from trainspec_cli.run.folder.generations import Fence, was_stop_noted
 from trainspec_cli.run.folder.record import NodeErrorRecord, write_error
-from trainspec_cli.run.job.folder import write_fewer_nodes
+from trainspec_cli.run.job.folder import write_other_nodes
 from trainspec_cli.run.job.job import Job, ranks_of, start_folder, torchrun_command
 from trainspec_cli.run.recovery import recovery, run_state
-from trainspec_cli.run.recovery.run_state import NodeSlow
+from trainspec_cli.run.recovery.run_state import NodeChange, NodeLost, NodeReturned, NodeSlow, NodeUnfit
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 
-# Find a node without which the run would be faster, using the speeds that the run's workers report, and record the
-# decision or advice. The decision itself is made in `balance.decisions.shares`; `run.recovery` acts on it.
+# Select the nodes of a run's starts. A node without which the run would be faster is found by the speeds that its
+# workers report (the decision itself is made in `balance.decisions.shares`); `run.recovery` acts on that and on losses.
 
 
 SUPERVISOR = -1
@@ -61,6 +62,10 @@ SUPERVISOR = -1
 MEASURED_STEPS = 5
 """Minimum number of steps for a median step time."""
 REMEMBERED_STEPS = 50
+
+REASONS: dict[type, NodeReason] = {
+    NodeSlow: "slow", NodeLost: "lost", NodeUnfit: "unfit", NodeReturned: "returned"
+}  # fmt: skip
 
 Replan = Callable[[Plan, int], Plan | None]
 """Returns the plan of a run on the given number of nodes, or None."""
@@ -76,9 +81,9 @@ class _Learnt:
     samples: int
 
 
-class SlowNodes:
-    """Watches for a slow node in all generations of one run. Call `open` before each generation, then call `poll`
-    repeatedly."""
+class RunNodes:
+    """Selects the nodes of each generation of one run, and watches for slow and returning nodes. Call `open` before
+    each generation, then call `poll` repeatedly."""
 
     def __init__(
         self,
@@ -92,6 +97,10 @@ class SlowNodes:
         """`replan` is called in a background thread. `mail` receives the speeds reported by the workers."""
         scheduler = plan.spec.scheduler
         self._run = job.run
+        self._here = job.nodes[0] if job.nodes else 0
+        """The number of the node that runs this process."""
+        self._full = plan
+        """The plan for all nodes, to which a run with fewer nodes returns."""
         self._executor = executor or ThreadPoolExecutor(1, "fewer nodes")
         self._mode = scheduler.mode
         self._may_change = scheduler.may_change
@@ -113,11 +122,13 @@ class SlowNodes:
         self._plan = plan
         self.hostnames = ("",) * len(job.nodes)
         """Hostnames of the connected nodes, by place."""
-        can_leave = plan.replica_groups == 1 and plan.num_nodes > 1 and plan.spec.resilience.mode == "restart"
+        self._may_select = plan.replica_groups == 1 and plan.spec.resilience.mode == "restart"
+        can_leave = self._may_select and plan.num_nodes > 1
         self._is_on = can_leave and self._mode != "off" and "nodes" in self._may_change
         self._planning: Future[Plan | None] | None = None
-        if self._is_on and self._replan:
-            self._planning = self._executor.submit(self._plan_fewer, self._replan, plan)
+        # A lost node is noticed when nothing else is left to do, so its plan is made in advance.
+        if can_leave and (self._is_on or job.survives_lost_nodes) and self._replan:
+            self._planning = self._executor.submit(self._plan_fewer, self._replan, plan, plan.num_nodes - 1)
         self._events = EventTail(self._run.events(0))
         self._paces = PaceTracker(self._change)
         self._learnt: _Learnt | None = None
@@ -127,12 +138,21 @@ class SlowNodes:
         self._step = self._steps = 0
         self._times_s = deque[float](maxlen=REMEMBERED_STEPS)
 
-    def poll(self) -> list[NodeSlow]:
-        """Return the node to drop now, if any; advice is recorded and reported. The run does not depend on this: if an
-        error occurs, it is reported, and no more nodes are dropped."""
-        if not (self._is_on or self._given):
+    def poll(self) -> list[NodeSlow | NodeReturned]:
+        """Return the node to drop or to use from now on, if any; advice is recorded and reported. The run does not
+        depend on this: if an error occurs, it is reported, and no more nodes are dropped."""
+        has_fewer = self._may_select and self._plan.num_nodes < self._full.num_nodes
+        if not (self._is_on or self._given or has_fewer):
             return []
         made = self._take_steps(self._events.read())
+        if has_fewer and made and (spares := self._spares) and len(self._times_s) >= MEASURED_STEPS:
+            # Assume that the speed is proportional to the number of nodes.
+            remaining_s = (self._plan.total_steps - self._step) * median(self._times_s)
+            is_worth_it = remaining_s / (self._plan.num_nodes + 1) > self._restart_s
+            if is_worth_it and self._asked_s == math.inf:
+                node, host = next(iter(spares.items()))
+                self._asked_s = time.monotonic()
+                return [NodeReturned(node, host, f"node {node} ({host}) is connected: the run restarts with it")]
         try:
             report = self._mail.speeds
             is_known = self._learnt is not None and self._learnt.report is report
@@ -160,58 +180,98 @@ class SlowNodes:
                 f"a step takes {format_duration(gain.before_s)}, "
                 f"and is expected to take {format_duration(gain.expected_s)} without it"
             )
+            self._decided = gain
+            slow = NodeSlow(node, host, f"{why}: the run restarts without it")
             if self._mode != "auto":
-                self._write_directive(gain, plan, applied=False)
+                self._write_directive(slow, plan, next(iter(self._spares), None), applied=False)
                 self._report(f"advice: scheduler=auto would drop a node: {why}")
                 return []
-            self._decided = gain
             self._asked_s = time.monotonic()
-            return [NodeSlow(node, host, f"{why}: the run restarts without it")]
+            return [slow]
         except Exception as error:  # for example a damaged file
             self._report(f"no more nodes will be dropped: {type(error).__name__}: {error}")
             self._is_on = False
             return []
 
-    def leave_out(self, node: int) -> tuple[Job, Plan]:
-        """Return the job and the plan of the next start, without this node. If a spare is connected, it replaces the
-        node; otherwise the run continues with fewer nodes. The new job and plan are recorded."""
+    def select(self, reasons: Sequence[NodeChange]) -> tuple[Job, Plan]:
+        """Return the job and the plan of the next start, and record them: without the nodes that leave, and with the
+        connected spares that are needed to have as many nodes as planned. If no layout fits the nodes that are left, or
+        the recipe says so, the next start waits for a lost node."""
         self._take_steps(self._events.read())
-        spare = self._spare
-        plan = self._plan_without
-        gain = self._decided
-        assert gain is not None, "dropping the node was decided here"
+        before = self._job.nodes
+        dropped = {one.node for one in reasons if isinstance(one, (NodeSlow, NodeUnfit))}
+        # If the agent of this node was lost, the next start has another one.
+        lost = {one.node for one in reasons if isinstance(one, NodeLost)} - {self._here}
+        own = [node for node in before[: self._plan.num_nodes] if node not in dropped | lost]
+        spares = {node: host for node, host in self._spares.items() if node not in dropped | lost}
+        largest = min(self._full.num_nodes, len(own) + len(spares))
+        number = self._plan.num_nodes
+        if lost and self._plan.spec.resilience.after_node_loss == "wait":
+            smallest = number
+        else:  # a slow node is dropped only if a layout fits without it
+            smallest = number - 1 if all(isinstance(one, NodeSlow) for one in reasons) else 1
+        plan = next(filter(None, map(self._plan_for, range(largest, smallest - 1, -1))), None)
+        taken = list(spares)[: max(0, plan.num_nodes - len(own))] if plan else []
+        self._report_leaving(reasons, plan, [f"node {node} ({spares[node]})" for node in taken])
         if plan is None:
-            self._report(f"no spare node is left: the run restarts with node {node}")
             return self._job, self._plan
-        self._given = self._write_directive(gain, plan, applied=True)
-        if spare is None:
-            write_fewer_nodes(self._run, plan)
-        nodes = tuple(one for one in self._job.nodes if one not in (node, spare))
-        own = nodes[: self._plan.num_nodes - 1]
-        nodes = (*own, *(() if spare is None else (spare,)), *nodes[len(own) :])
-        job = replace(self._job, nodes=nodes, left_out=(*self._job.left_out, node), world_size=plan.world_size)
-        return job, plan
+        for reason in reasons:
+            event = self._write_directive(reason, plan, taken[0] if taken else None)
+            self._given = event if isinstance(reason, NodeSlow) else self._given
+        if plan is not self._plan:
+            write_other_nodes(self._run, plan)
+        used = [*own, *taken][: plan.num_nodes]
+        rest = [node for node in before if node not in dropped and node not in used]
+        nodes = (*used, *sorted(rest, key=lambda node: node in lost))  # a lost node may return as a spare
+        left_out = (*self._job.left_out, *sorted(dropped))
+        return replace(self._job, nodes=nodes, left_out=left_out, world_size=plan.world_size), plan
 
-    def _plan_fewer(self, replan: Replan, plan: Plan) -> Plan | None:
-        """Return the plan of the run with one fewer node. If the planner fails, the error is reported, and training
+    def _report_leaving(self, reasons: Sequence[NodeChange], plan: Plan | None, replacements: Sequence[str]) -> None:
+        for one in reasons:
+            name = f"node {one.node}" + (f" ({one.hostname})" if one.hostname else "")
+            if isinstance(one, NodeSlow) and plan is None:
+                self._report(f"no spare node is left: the run restarts with {name}")
+            if not isinstance(one, (NodeLost, NodeUnfit)):
+                continue
+            what = one.why if isinstance(one, NodeLost) else f"cannot take part: {one.why}"
+            if one.node == self._here and isinstance(one, NodeLost):
+                then = "its agent starts again"
+            elif plan is None:
+                then = "the run waits for it"
+            else:
+                then = f"the run restarts on {plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
+                then += f", with {', '.join(replacements)}" if replacements else ""
+            self._report(f"{name} {what}; {then}")
+
+    def _plan_for(self, nodes: int) -> Plan | None:
+        """Return the plan of the run on this number of nodes; None if no layout fits."""
+        for known in (self._plan, self._full):
+            if nodes == known.num_nodes:
+                return known
+        if self._planning is not None and nodes == self._plan.num_nodes - 1:
+            return self._planning.result()
+        return self._plan_fewer(self._replan, self._full, nodes) if self._replan else None
+
+    def _plan_fewer(self, replan: Replan, plan: Plan, nodes: int) -> Plan | None:
+        """Return the plan of the run on fewer nodes. If the planner fails, the error is reported, and training
         continues."""
         try:
-            return replan(plan, plan.num_nodes - 1)
+            return replan(plan, nodes)
         except Exception as error:
-            self._report(f"no plan for {plan.num_nodes - 1} nodes: {type(error).__name__}: {error}")
+            self._report(f"no plan for {nodes} nodes: {type(error).__name__}: {error}")
             return None
 
     @property
-    def _spare(self) -> int | None:
-        """Return the number of a spare node that was not dropped."""
+    def _spares(self) -> dict[int, str]:
+        """Return the connected nodes that the run could use in addition, with their hostnames."""
         places = range(self._plan.num_nodes, len(self._job.nodes))
-        return next((self._job.nodes[place] for place in places if self.hostnames[place]), None)
+        return {self._job.nodes[place]: self.hostnames[place] for place in places if self.hostnames[place]}
 
     @property
     def _plan_without(self) -> Plan | None:
-        """Return the plan of the run with one fewer node; None if no layout fits or while the plan is still being
+        """Return the plan of the run without one of its nodes; None if no layout fits or while it is still being
         computed."""
-        if self._spare is not None:
+        if self._spares:
             return self._plan
         return self._planning.result() if self._planning is not None and self._planning.done() else None
 
@@ -259,22 +319,24 @@ class SlowNodes:
 
     # Write the lines of directives.jsonl
 
-    def _write_directive(self, gain: Gain, plan: Plan, *, applied: bool) -> NodesEvent:
+    def _write_directive(
+        self, reason: NodeChange, plan: Plan, spare: int | None, *, applied: bool = True
+    ) -> NodesEvent:
         self._number += 1
         event = NodesEvent(
-            step=self._step,
+            step=self._step or newest_step(read_sound(self._run.events(0))),
             number=self._number,
             applied=applied,
-            node=self._job.nodes[gain.node],
-            host=self.hostnames[gain.node],
-            spare=ABSENT if self._spare is None else self._spare,
+            reason=REASONS[type(reason)],
+            node=reason.node,
+            host=reason.hostname,
+            spare=ABSENT if spare is None or isinstance(reason, NodeReturned) else spare,
             num_nodes=plan.num_nodes,
             layout=plan.layout,
-            pace=gain.pace,
-            before_s=gain.before_s,
-            expected_s=gain.expected_s,
-            cost_s=self._restart_s,
+            cost_s=self._restart_s if math.isfinite(self._restart_s) else ABSENT,
         )
+        if isinstance(reason, NodeSlow) and (gain := self._decided):
+            event = replace(event, pace=gain.pace, before_s=gain.before_s, expected_s=gain.expected_s)
         self._write(event)
         return event
 
@@ -366,6 +428,8 @@ class Supervisor:
             max(job.earlier_steps, newest_checkpoint(job.run)),
             memory_ladder=plan.memory_ladder if plan else (),
             restarts_left=job.max_restarts,
+            survives_lost_nodes=job.survives_lost_nodes,
+            took_over=bool(job.lost),
         )
         self._backend: RunBackend | None = None
         self._marks: EventWriter | None = None
@@ -374,13 +438,18 @@ class Supervisor:
         self._has_named_missing = False
         self._losses: dict[int, run_state.NodeLost | run_state.NodeUnfit] = {}
         self._mail = mail or WorkerMail()
-        self._slow_nodes = SlowNodes(job, plan, replan, report, self._mail) if plan else None
+        self._nodes = RunNodes(job, plan, replan, report, self._mail) if plan else None
 
     def open(self) -> None:
         """Start a generation of the run."""
         self._mail.clear()
-        if self._slow_nodes and self._plan:
-            self._slow_nodes.open(self._job, self._plan)
+        if self._nodes and self._plan:
+            self._nodes.open(self._job, self._plan)
+            if self._job.lost:  # this node has taken over the run
+                lost = [NodeLost(node, host, "is not connected", ()) for node, host in self._job.lost]
+                job, self._plan = self._nodes.select(lost)
+                self._job = replace(job, lost=())
+                self._nodes.open(self._job, self._plan)
         self._marks = EventWriter(self._job.run.supervisor_events, SUPERVISOR)
         self._marks.write(LaunchMark())
         self._backend = self._open_backend(self._job, self._plan)
@@ -411,7 +480,7 @@ class Supervisor:
             for message, rank in self._mail.unsent:
                 hub.send_to_workers(message, rank)
         self._mail.unsent.clear()
-        for event in self._slow_nodes.poll() if self._slow_nodes else ():
+        for event in self._nodes.poll() if self._nodes else ():
             self._handle(event)
         if requests.count:
             self._handle(run_state.StopRequested(requests.count))
@@ -437,8 +506,8 @@ class Supervisor:
         elif isinstance(event, run_state.NodeBack):
             self._losses.pop(event.node, None)
         elif isinstance(event, run_state.NodesSeen):
-            if self._slow_nodes:
-                self._slow_nodes.hostnames = event.hostnames
+            if self._nodes:
+                self._nodes.hostnames = event.hostnames
             if event.waiting and not self._has_named_missing and not any(group.starts for group in self.state.groups):
                 self._has_named_missing = True
                 self._report(event.waiting)
@@ -480,9 +549,9 @@ class Supervisor:
                     )
                 )
                 directives.close()
-            case run_state.LeaveOut(node):
-                assert self._slow_nodes is not None, "the search for slow nodes has found this node"
-                self._job, self._plan = self._slow_nodes.leave_out(node)
+            case run_state.ChangeNodes(reasons):
+                assert self._nodes is not None, "only runs with a plan change their nodes"
+                self._job, self._plan = self._nodes.select(reasons)
             case run_state.Inform(text):
                 self._report(text)
             case run_state.MarkFailure():
@@ -537,5 +606,5 @@ class Supervisor:
         logs = self._first_logs.with_name(f"{self._first_logs.name}_start{number:03d}")
         worker = self._job.worker
         command = torchrun_command(self._job.world_size, logs, worker) if worker else self._job.command
-        self._job = replace(self._job, logs=logs, command=command)
+        self._job = replace(self._job, logs=logs, command=command, is_restart=True)
         self.open()

@@ -276,6 +276,7 @@ EVENTS: list[Event] = [
 ]
 NAMES = [event.type for event in EVENTS]
 OPTIONAL = {
+    "nodes.reason": "slow",
     "start.is_accelerator": False,
     "start.unit": "tokens",
     "start.adapter_params": 0,

@@ -27,8 +27,8 @@ from trainspec_cli.run.job.folder import (
     check_free,
     make_folder,
     storage,
-    write_fewer_nodes,
     write_launch,
+    write_other_nodes,
     write_resume,
 )
 from trainspec_cli.run.job.job import Job
@@ -106,7 +106,7 @@ def test_the_first_plan_is_kept_while_nodes_are_left_out_and_a_resume_ends_that(
     job, plan = make_job("train"), replace(make_plan(), num_nodes=3)
     write_launch(job, plan, ORIGIN, tmp_path)
     for nodes in (2, 1):
-        write_fewer_nodes(job.run, replace(plan, num_nodes=nodes))
+        write_other_nodes(job.run, replace(plan, num_nodes=nodes))
         assert (read_plan(job.run).num_nodes, read_plan_of_all_nodes(job.run)) == (nodes, plan)
     write_resume(job, plan, ["resume", "last"], from_step=10)
     assert read_plan(job.run) == plan

@@ -27,6 +27,7 @@ from trainspec_cli.run.recovery.run_state import (
     ArchiveErrors,
     BeginGeneration,
     Begun,
+    ChangeNodes,
     Event,
     Expect,
     GroupEnded,
@@ -34,10 +35,10 @@ from trainspec_cli.run.recovery.run_state import (
     Inform,
     Kill,
     Launch,
-    LeaveOut,
     MarkFailure,
     NodeBack,
     NodeLost,
+    NodeReturned,
     NodeSlow,
     NodesSeen,
     NodeStopRequested,
@@ -99,7 +100,10 @@ AGAIN = "group 0: it broke; it starts again"
 TOO_OFTEN = "group 0: it broke; it is not restarted: it failed too often"
 LATE = NOW + 100
 SLOW = NodeSlow(1, "b", "it is slow")
-LEAVING = a_run(RUNNING._replace(kill_at_s=NOW + GRACE_S), leaving=SLOW)
+LEAVING = a_run(RUNNING._replace(kill_at_s=NOW + GRACE_S), leaving=(SLOW,))
+LOST, ANOTHER, BACK = NodeLost(1, "b", "off", (0,)), NodeLost(2, "c", "off", (0,)), NodeReturned(1, "b", "it is back")
+SURVIVING = ALONE._replace(survives_lost_nodes=True)
+HIT = SURVIVING._replace(groups=(RUNNING._replace(phase="ending"),), leaving=(LOST,))
 
 TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     # Starting
@@ -167,6 +171,40 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("a lost node ends the run", ALONE, NodeLost(1, "b", "off", (0,)), ["ending"], (RecordLosses(), Kill(0))),
     ("a node that never came", a_run(WAITING._replace(presence="awaited")), NodeLost(1, "b", "off", ()), ["gone"],
      (RecordLosses(),)),
+    ("a lost node is left behind", SURVIVING, LOST, ["ending"], (MarkFailure(), Kill(0))),
+    ("another one is lost meanwhile", HIT, ANOTHER, ["ending"], ()),
+    ("the others have ended", HIT, ended(), ["waiting"], ()),
+    ("so did they without a checkpoint", HIT, ended(checkpoint_step=0), ["waiting"], ()),
+    ("the next generation has other nodes",
+     SURVIVING._replace(groups=(WAITING._replace(starts=1, needs_generation=True),), leaving=(LOST, ANOTHER)),
+     Tick(LATE), ["waiting"], (ChangeNodes((LOST, ANOTHER)), BeginGeneration())),
+    ("a node is lost before the next generation",
+     SURVIVING._replace(groups=(WAITING._replace(starts=1, needs_generation=True),)), LOST, ["waiting"], ()),
+    ("a slow node is lost while it leaves", LEAVING._replace(survives_lost_nodes=True), LOST, ["ending"],
+     (MarkFailure(), Kill(0))),
+    ("lost too often", HIT._replace(groups=(HIT.groups[0]._replace(restarts_s=(NOW - 9, NOW - 5)),)), ended(), ["gone"],
+     (RecordLosses(),)),
+    ("a person stops the run meanwhile", HIT._replace(stop_requested=True), ended(), ["gone"], (RecordLosses(),)),
+    ("lost in a run that stops", SURVIVING._replace(stopping=True), LOST, ["ending"], (RecordLosses(), Kill(0))),
+    ("a node does not come to a restart", SURVIVING._replace(groups=(WAITING._replace(starts=1),)),
+     replace(LOST, groups=()), ["waiting"], ()),
+    ("one does not come that the start was to do without",
+     SURVIVING._replace(groups=(WAITING._replace(starts=1),), replaced=(1,)), replace(LOST, groups=()), ["gone"],
+     (RecordLosses(),)),
+    ("one does not come to the first start after a takeover",
+     SURVIVING._replace(groups=(WAITING,), took_over=True), replace(LOST, groups=()), ["waiting"], ()),
+    ("one does not come to a start that waits for it",
+     SURVIVING._replace(groups=(WAITING._replace(starts=1),), resilience=replace(RESTART, after_node_loss="wait")),
+     replace(LOST, groups=()), ["gone"], (RecordLosses(),)),
+    ("a node that returned is unfit", SURVIVING._replace(groups=(WAITING._replace(starts=1),)),
+     NodeUnfit(1, "b", "no GPU"), ["waiting"], ()),
+    ("nor does it again and again",
+     SURVIVING._replace(groups=(WAITING._replace(starts=1, restarts_s=(NOW - 9, NOW - 5)),)),
+     replace(LOST, groups=()), ["gone"], (RecordLosses(),)),
+    ("a node does not come to the first start", SURVIVING._replace(groups=(WAITING,)), replace(LOST, groups=()),
+     ["gone"], (RecordLosses(),)),
+    ("a node is back", ALONE, BACK, ["running"], (Inform("it is back"), Stop())),
+    ("it takes part from the next start", LEAVING._replace(leaving=(BACK,)), ended(), ["waiting"], ()),
     ("an unfit node", a_run(WAITING._replace(presence="awaited")), NodeUnfit(1, "b", "no GPU"), ["gone"],
      (RecordLosses(),)),
     ("no agent could be started", a_run(WAITING._replace(presence="awaited")), AgentsFailed(3), ["gone"], ()),
@@ -180,11 +218,12 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("a run that is to stop", a_run(RUNNING, stop_requested=True), SLOW, ["running"], ()),
     ("a run that has not stepped", a_run(RUNNING, has_stepped=False), SLOW, ["running"], ()),
     ("slow, mode none", ALONE._replace(resilience=replace(RESTART, mode="none")), SLOW, ["running"], ()),
-    ("its workers have ended", LEAVING, ended(from_outside=False), ["waiting"], (LeaveOut(1),)),
+    ("its workers have ended", LEAVING, ended(from_outside=False), ["waiting"], ()),
     ("its workers do not end in time", LEAVING, Tick(NOW + GRACE_S + 0.1), ["ending"], (Kill(0),)),
     ("they were killed without a newer checkpoint", LEAVING, ended(checkpoint_step=10), ["waiting"],
-     (LeaveOut(1), Inform("it broke; the run starts again from step 10"))),
-    ("one fails meanwhile, with progress", LEAVING, ended(own_error=True), ["waiting"], (LeaveOut(1), BACK_FROM_20)),
+     (Inform("it broke; the run starts again from step 10"),)),
+    ("one fails meanwhile, with progress", LEAVING, ended(own_error=True), ["waiting"],
+     (BACK_FROM_20,)),
     ("one fails meanwhile, for good", LEAVING, ended(foreseen=True), ["gone"], ()),
     ("the run was done before it could stop", LEAVING, ended(done=True), ["done"], ()),
     ("a person stops it meanwhile", LEAVING._replace(stop_requested=True), ended(), ["gone"], ()),
@@ -381,7 +420,7 @@ def test_a_start_without_a_slow_node_is_no_restart_after_a_failure() -> None:
         state, actions = next_action(state, event)
     assert actions == (Launch(0, 2),)
     assert (state.groups[0].restarts_s, state.groups[0].kill_at_s) == ((NOW - 9, NOW - 5), math.inf)
-    assert (state.leaving, state.left_out, state.groups[0].is_planned) == (None, (1,), False)
+    assert (state.leaving, state.left_out, state.groups[0].is_planned) == ((), (1,), False)
     assert next_action(state, SLOW) == (state, ())
     state, _ = next_action(state, ended())
     assert state.is_over, "the failures that follow count as usual"

@@ -23,6 +23,7 @@ from trainspec_cli.run.recovery.run_state import (
     Launch,
     NodeBack,
     NodeLost,
+    NodeReturned,
     NodeSlow,
     NodeStopRequested,
     NodeUnfit,
@@ -69,6 +70,7 @@ EVENTS = st.one_of(
     st.builds(NodeBack, st.integers(0, 2)),
     st.builds(NodeUnfit, st.integers(0, 2), st.just("b"), st.just("no GPU")),
     st.builds(NodeSlow, st.integers(0, 2), st.just("b"), st.just("slow")),
+    st.builds(NodeReturned, st.integers(0, 2), st.just("b"), st.just("back")),
     st.just(RendezvousRestarted()),
 )
 ENDINGS = st.one_of(st.builds(StopRequested, st.just(1)), st.builds(NodeStopRequested, st.just(1)))
@@ -94,9 +96,11 @@ def fitted(event: Event, state: RunState) -> Event:
 
 @pytest.mark.parametrize(("resilience", "groups"), MODES, ids=["restart", "none", "elastic", "two at least"])
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(history=HISTORIES, presence=st.sampled_from(["there", "awaited"]))
-def test_what_holds_in_every_history(resilience: ResilienceSpec, groups: int, history: list[Event], presence) -> None:
-    state = begin(resilience, groups, stop_grace_s=30.0, presence=presence)
+@given(history=HISTORIES, presence=st.sampled_from(["there", "awaited"]), survives=st.booleans())
+def test_what_holds_in_every_history(
+    resilience: ResilienceSpec, groups: int, history: list[Event], presence, survives: bool
+) -> None:
+    state = begin(resilience, groups, stop_grace_s=30.0, presence=presence, survives_lost_nodes=survives)
     for planned in history:
         event = fitted(planned, state)
         before, (state, actions) = state, next_action(state, event)
@@ -141,6 +145,11 @@ def check_starts(before: RunState, after: RunState, actions: tuple[Action, ...])
         assert after.is_alone and not after.has_begun and after.exit_code is None
 
 
+def asks(leaving: tuple[Event, ...]) -> bool:
+    """Whether workers are asked to end, rather than killed."""
+    return bool(leaving) and not any(isinstance(one, NodeLost) for one in leaving)
+
+
 def check_ends(before: RunState, after: RunState, actions: tuple[Action, ...]) -> None:
     """A killed group was running and is now ending; a run stops after one request, and keeps its deadline."""
     killed = [action.group for action in actions if isinstance(action, Kill)]
@@ -150,7 +159,7 @@ def check_ends(before: RunState, after: RunState, actions: tuple[Action, ...]) -
         if before.groups[number].phase == "running" and group.phase == "ending"
     ]
     assert sum(isinstance(action, Stop) and action == Stop() for action in actions) == (
-        (after.stopping and not before.stopping) or (after.leaving is not None and before.leaving is None)
+        (after.stopping and not before.stopping) or (asks(after.leaving) and not before.leaving)
     )
     if after.stopping:
         assert after.deadline_s <= after.now_s + after.stop_grace_s

@@ -11,7 +11,7 @@ import pytest
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.session.launching import session as module
-from trainspec_cli.session.launching.nodes import NodeOptions
+from trainspec_cli.session.launching.nodes import Joined, NodeOptions
 from trainspec_cli.session.launching.session import Session, launch, show_launch
 
 ALONE = NodeOptions()
@@ -27,7 +27,8 @@ def started(here: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
         started.append(session)
         return 6
 
-    def join(run_dir: str, node: int, console: Any, *, wait_s: float) -> int:
+    def join(run_dir: str, node: int, console: Any, *, wait_s: float, joined: Joined) -> int:
+        assert joined.take_over
         started.append((run_dir, node, wait_s))
         return 5
 

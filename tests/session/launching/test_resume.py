@@ -20,7 +20,7 @@ from trainspec_cli.run.backend.nodes.backend import Reach
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
-from trainspec_cli.run.job.folder import write_fewer_nodes
+from trainspec_cli.run.job.folder import write_other_nodes
 from trainspec_cli.run.notify import NOBODY
 from trainspec_cli.run.recovery.memory import with_reliefs
 from trainspec_cli.run.slurm.queue import note_job
@@ -253,15 +253,25 @@ def test_several_nodes_go_on_just_as_they_were(make_run: MakeRun, prepare: Prepa
     assert session.plan == read_plan(run)
     assert session.reach is not None
     assert (session.reach.head, session.reach.rendezvous_port) == ("head", 29500)
-    with raises(RecipeError, "unsupported", "`train.max_steps=400`"):
-        prepare(run, "train.max_steps=400", nodes=FIRST_OF_TWO)
+
+
+def test_several_nodes_go_on_with_other_values_and_another_number_of_nodes(make_run: MakeRun, prepare: Prepare) -> None:
+    run = make_run("cluster.num_nodes=3", "batching.global_batch_size=12")
+    changed = prepare(run, "train.max_steps=400", nodes=FIRST_OF_TWO)
+    assert (changed.plan.num_nodes, changed.plan.spec.train.max_steps) == (2, 400)
+    assert changed.reach is not None and changed.reach.head == "head"
+    alone = prepare(run, "cluster.num_nodes=1")
+    assert (alone.plan.num_nodes, alone.reach) == (1, None)
+    with pytest.raises(RecipeError) as refused:
+        prepare(run, "optim.name=muon", nodes=FIRST_OF_TWO)
+    assert [(one.code, one.path) for one in refused.value.problems] == [("fixed_value", "optim.name")]
 
 
 def test_a_run_that_left_a_node_out_goes_on_with_all_of_them(make_run: MakeRun, prepare: Prepare) -> None:
     run = make_run("cluster.num_nodes=2")
     whole = read_plan(run)
     for nodes in (1, 1):
-        write_fewer_nodes(run, replace(whole, num_nodes=nodes))
+        write_other_nodes(run, replace(whole, num_nodes=nodes))
     assert read_plan(run).num_nodes == 1
     session = prepare(run, nodes=FIRST_OF_TWO)
     assert (session.plan, session.reach is not None) == (whole, True)
@@ -280,9 +290,9 @@ def test_spare_nodes_have_numbers_after_the_others(make_run: MakeRun, rank: int,
         assert fact in refused.value.problems[0].message
 
 
-def test_one_node_does_not_become_several(make_run: MakeRun, prepare: Prepare) -> None:
-    with raises(RecipeError, "unsupported", "`cluster.num_nodes=2`"):
-        prepare(make_run(), "cluster.num_nodes=2", nodes=FIRST_OF_TWO)
+def test_one_node_becomes_several(make_run: MakeRun, prepare: Prepare) -> None:
+    session = prepare(make_run(), nodes=FIRST_OF_TWO)
+    assert (session.plan.num_nodes, session.reach is not None) == (2, True)
 
 
 def test_a_run_made_for_slurm_is_submitted_again(make_run: MakeRun, prepare: Prepare) -> None:

@@ -17,6 +17,7 @@ from trainspec_cli.recipe.field_types import (
 )
 
 RecoveryMode = Literal["restart", "elastic", "sites", "none"]
+NodeLossResponse = Literal["continue", "wait", "end"]
 SiteFormat = Literal["int4", "int8", "bf16"]
 FIRST_SITE = 0
 """Number of the site that runs the meeting point: the server through which sites exchange their progress."""
@@ -94,6 +95,19 @@ class ResilienceSpec:
     max_restarts_per_hour: NonNegativeInt = 6
     """Maximum number of restarts per hour of each replica group (elastic) or of the run (restart, sites). A group that
     fails more often stays down."""
+    after_node_loss: NodeLossResponse = "continue"
+    """restart, on several nodes without Slurm: what happens when a node is lost.
+
+    continue: the run restarts with a connected spare node or, without one, on fewer nodes, and returns to all nodes
+    when the lost one or a replacement is connected. If no layout fits fewer nodes, it waits.
+
+    If node 0 is lost, the node with the lowest number takes over its tasks.
+
+    wait: it restarts with a connected spare node or, without one, when the lost node or a replacement has connected,
+    within `run.join_timeout_s`. If node 0 is lost, it ends.
+
+    end: it ends with exit code 5. A Slurm job always ends, and is requeued without the node.
+    """
     hang_floor_s: PositiveFloat | None = 120.0
     """A step counts as hung if it takes at least this long and at least five times as long as the slowest step before
     it. The run then ends and shows the ranks' stacks. null: wait forever."""

@@ -89,11 +89,14 @@ class Hub:
         join_key: str = "",
         *,
         welcomes_back: bool = False,
+        num_own: int | None = None,
     ):
-        """`secret`: agents must prove that they know it. `welcomes_back`: whether a lost node may rejoin."""
+        """`secret`: agents must prove that they know it. `welcomes_back`: whether a lost node may rejoin. `num_own`:
+        the nodes after this number are spares, which may always rejoin."""
         self._secret = secret
         self._timeout_s = timeout_s
         self._welcomes_back = welcomes_back
+        self._num_own = num_nodes if num_own is None else num_own
         self._join_deadline = time.monotonic() + join_timeout_s
         self._missing = f"did not join within {join_timeout_s:g} s" + (f" ({join_key})" if join_key else "")
         self.nodes = [RemoteNode(node) for node in range(num_nodes)]
@@ -210,8 +213,10 @@ class Hub:
             self._handle(hello.rank, others)
             return []
         if not isinstance(hello, messages.Hello) or not self._is_free(hello.node):
-            if isinstance(hello, messages.Hello) and hello.node in range(len(self.nodes)) and not self._welcomes_back:
-                wire.send(messages.NumberTaken(self.nodes[hello.node].hostname))
+            if isinstance(hello, messages.Hello) and hello.node in range(len(self.nodes)):
+                holder = self.nodes[hello.node]
+                if holder.is_connected and not self._welcomes_back:
+                    wire.send(messages.NumberTaken(holder.hostname))
             wire.close()
             return []
         node = self.nodes[hello.node] = RemoteNode(hello.node, hello.hostname, wire)
@@ -238,7 +243,7 @@ class Hub:
         if not 0 <= number < len(self.nodes):
             return False
         node = self.nodes[number]
-        return node.wire is None or (self._welcomes_back and node.is_gone)
+        return node.wire is None or (node.is_gone and (self._welcomes_back or number >= self._num_own))
 
     def _attend(self, node: RemoteNode) -> list[News]:
         wire = node.wire

@@ -180,8 +180,8 @@ def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
     write_text(job.run.command_txt, render_command(job.command, job.environment, Path.cwd()))
 
 
-def write_fewer_nodes(run: RunDir, plan: Plan) -> None:
-    """Write the plan for the next start, without a dropped node. The original plan is kept for a later resume."""
+def write_other_nodes(run: RunDir, plan: Plan) -> None:
+    """Write the plan for the next start, on another number of nodes. The original plan is kept for a later resume."""
     if not run.plan_of_all_nodes.exists():
         write_text(run.plan_of_all_nodes, read_text(run.plan_json))
     write_plan(run, plan)
@@ -288,7 +288,9 @@ def find_owner(run: RunDir) -> Owner | None:
 def is_running(run: RunDir) -> bool:
     """Return True if a supervisor holds the claim or orphaned workers are alive; False if that is unknown."""
     try:
-        descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        # NFS refuses an exclusive lock on a file that is open for reading only.
+        mode = os.O_RDWR if os.access(run.pid_json, os.W_OK) else os.O_RDONLY
+        descriptor = os.open(run.pid_json, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno not in _CANNOT_BE_LOOKED_AT:
             raise unreadable(run.pid_json, f"cannot be opened: {error.strerror}") from error

@@ -56,6 +56,12 @@ class Job:
     """With several nodes: their numbers, ordered by place. The nodes after those of the plan are spares."""
     left_out: tuple[int, ...] = ()
     """Numbers of the nodes that were dropped because they were too slow."""
+    lost: tuple[tuple[int, str], ...] = ()
+    """Nodes that a start without them precedes, with their hostnames: this node has taken over the run from another."""
+    is_restart: bool = False
+    """Whether an earlier generation of the same supervisor has ended."""
+    survives_lost_nodes: bool = False
+    """Whether the run restarts within this job if a node other than the first is lost."""
     program: str = "torchrun"
     """Name of the program started on each node, for messages."""
     log: str = "torchrun.log"

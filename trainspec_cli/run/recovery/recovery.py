@@ -15,15 +15,16 @@ groups, a failed one is killed immediately: the others hold the state, continue,
 out-of-memory failure, the next start uses a setting that needs less memory (`memory.py`); if none is left, the run
 ends.
 
-A single-group run drops a node that is too slow (`SlowNodes` in `supervise.py`): it writes a checkpoint, exits and
+A single-group run drops a node that is too slow (`RunNodes` in `supervise.py`): it writes a checkpoint, exits and
 restarts without the node. A run with several groups keeps its slow nodes and assigns them fewer samples.
 
 When a node dies, its agent's connection closes, or is silent for `run.node_timeout_s` (`backend/hub.py`). The backend
 (`backend/nodes/backend.py`) records why the groups that ran there will fail (`GroupStart` in `backend/observe.py`), and
-reports NodeLost. Here, `_node_lost` orders those groups to be killed. For a single-group run, the loss is recorded
-(errors/nodeNNNNN.json, by `supervise.py`). When no process of a group is left, GroupEnded follows. A single-group run
-ends with exit code 5, and its Slurm job is requeued without the node. With several groups, the others continue, and the
-group waits for its node until the node has been away for too long.
+reports NodeLost. Here, `_node_lost` orders those groups to be killed. When no process of a group is left, GroupEnded
+follows. A single-group run restarts with a spare or on fewer nodes, and later on all of them again (`RunNodes`). Under
+Slurm, it ends with exit code 5 (the loss is recorded in errors/nodeNNNNN.json), and its job is requeued without the
+node. With several groups, the others continue, and the group waits for its node until the node has been away for too
+long.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from trainspec_cli.run.recovery.run_state import (
     ArchiveErrors,
     BeginGeneration,
     Begun,
+    ChangeNodes,
     Decision,
     Event,
     Expect,
@@ -48,10 +50,10 @@ from trainspec_cli.run.recovery.run_state import (
     Inform,
     Kill,
     Launch,
-    LeaveOut,
     MarkFailure,
     NodeBack,
     NodeLost,
+    NodeReturned,
     NodeSlow,
     NodesSeen,
     NodeStopRequested,
@@ -95,11 +97,20 @@ def begin(
     presence: Presence = "awaited",
     memory_ladder: tuple[MemorySetting, ...] = (),
     restarts_left: int | None = None,
+    *,
+    survives_lost_nodes: bool = False,
+    took_over: bool = False,
 ) -> RunState:
     """Return the state of a run before anything has been started."""
-    every = (GroupState(presence=presence),) * groups
     return RunState(
-        *(resilience, every, stop_grace_s, checkpoint_step), memory_ladder=memory_ladder, restarts_left=restarts_left
+        resilience,
+        (GroupState(presence=presence),) * groups,
+        stop_grace_s,
+        checkpoint_step,
+        memory_ladder=memory_ladder,
+        restarts_left=restarts_left,
+        survives_lost_nodes=survives_lost_nodes and resilience.mode == "restart",
+        took_over=took_over,
     )
 
 
@@ -134,34 +145,24 @@ def next_action(state: RunState, event: Event) -> Decision:
             state, actions = _kill_within(state, event.group, FAILURE_GRACE_S)
             return state, (*actions, Stop(event.group))
         case NodeLost():
-            # A single-group run cannot continue after losing a node. With several groups, the groups that ran on it
-            # become absent.
-            losses = (RecordLosses(),) if state.is_alone else ()
-            # A group that is already waiting or ending stays as it is, because its processes are gone or are being
-            # killed.
-            hit = [number for number in event.groups if state.groups[number].phase == "running"]
-            groups = list(state.groups)
-            for number in hit:
-                groups[number] = groups[number]._replace(phase="ending")
-            state = state._replace(groups=tuple(groups))
-            return (_drop_waiting(state) if state.is_alone else state), (*losses, *map(Kill, hit))
+            return _node_lost(state, event)
         case NodeUnfit():
             name = f"node {event.node} ({event.hostname})" if event.hostname else f"node {event.node}"
             if state.is_alone:
-                return _drop_waiting(state)._replace(exit_code=1), (RecordLosses(),)
+                return _node_lost(state, event)
             if not any(group.starts for group in state.groups):
                 return state._replace(killed=True), (Refuse("unfit_host", f"{name}: {event.why}", event.hint),)
             return state, (Inform(f"{name} came back but cannot take part: {event.why}"),)
-        case NodeSlow():
-            # Drop a node from a healthy single-group run: ask its workers to write a checkpoint and exit, within the
+        case NodeSlow() | NodeReturned():
+            # Change the nodes of a healthy single-group run: ask its workers to write a checkpoint and exit, within the
             # time allowed for a stop. Failures take precedence, and a run that is ending is not changed.
             only = state.groups[0]
             over = state.is_over or state.is_ending or state.stop_requested or state.resilience.mode == "none"
-            over = over or not state.is_alone or event.node in state.left_out or state.leaving is not None
+            over = over or not state.is_alone or event.node in state.left_out or bool(state.leaving)
             if over or not state.has_stepped or only.phase != "running" or only.kill_at_s < math.inf:
                 return state, ()
             state = _change(state, 0, kill_at_s=state.now_s + state.stop_grace_s)
-            return state._replace(leaving=event), (Inform(event.why), Stop())
+            return state._replace(leaving=(event,)), (Inform(event.why), Stop())
         case AgentsFailed():
             return _agents_failed(state, event)
         case StopRequested() | NodeStopRequested() if state.is_over:  # a run that has ended cannot be stopped
@@ -235,7 +236,11 @@ def _start_if_due(state: RunState, number: int) -> Decision:
     # A new generation has a new rendezvous, new logs and a new backend, which reports the connected nodes again.
     if group.needs_generation:
         state = _change(state, number, needs_generation=False, presence="awaited")
-        return state._replace(has_begun=False, exit_code=None), (BeginGeneration(),)
+        changes = (ChangeNodes(state.leaving),) if state.leaving else ()
+        slow = tuple(one.node for one in state.leaving if isinstance(one, NodeSlow))
+        replaced = tuple(one.node for one in state.leaving if not isinstance(one, NodeReturned))
+        state = state._replace(leaving=(), left_out=(*state.left_out, *slow), replaced=(*state.replaced, *replaced))
+        return state._replace(has_begun=False, exit_code=None), (*changes, BeginGeneration())
     if group.presence != "there":
         return state, ()
     starts = group.starts + 1
@@ -254,7 +259,7 @@ def _start_if_due(state: RunState, number: int) -> Decision:
         stepped_s=0.0,
         retried_s=0.0,
     )
-    return state, (Launch(number, starts),)
+    return state._replace(replaced=()), (Launch(number, starts),)
 
 
 # Events: workers and groups fail
@@ -277,7 +282,7 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
         return _drop_waiting(_change(state, event.group, phase="done")), ()
     state = _change(state, event.group, phase="gone", failures_in_a_row=group.failures_in_a_row + 1)
     # The group was asked to exit, so this is a failure only if it exited in another way.
-    if state.leaving is not None:
+    if state.leaving:
         return _after_leaving(state, event)
     state = state._replace(last_failure=event.headline)
     return (_after_failure_of_run if state.is_alone else _after_failure_of_group)(state, event)
@@ -387,21 +392,55 @@ def _wait(state: RunState, number: int) -> tuple[RunState, str]:
 # Events: nodes come and go
 
 
+def _node_lost(state: RunState, event: NodeLost | NodeUnfit) -> Decision:
+    """Kill the groups that ran on the node, because they cannot continue without it."""
+    # A group that is already waiting or ending stays as it is, because its processes are gone or are being killed.
+    groups = event.groups if isinstance(event, NodeLost) else ()
+    hit = [number for number in groups if state.groups[number].phase == "running"]
+    kill = tuple(map(Kill, hit))
+    for number in hit:
+        state = _change(state, number, phase="ending")
+    if not state.is_alone:
+        return state, kill
+    only = state.groups[0]
+    leaves = state.survives_lost_nodes and not (state.stopping or state.stop_requested)
+    leaving = (*state.leaving, event)
+    if only.phase != "waiting":
+        if leaves:
+            return state._replace(leaving=leaving), ((MarkFailure(), *kill) if hit else kill)
+    elif leaves and only.needs_generation:
+        return state._replace(leaving=leaving), ()
+    # The node did not take part in a restart. The next one does without it, unless this one was supposed to, or the
+    # recipe says to wait for lost nodes, for which the time is over.
+    elif (
+        leaves
+        and (only.starts or state.took_over)
+        and state.resilience.after_node_loss == "continue"
+        and event.node not in state.replaced
+        and may_restart(state.resilience, only.restarts_s, state.now_s)
+    ):
+        state = _change(state, 0, needs_generation=True, restarts_s=(*only.restarts_s, state.now_s))
+        return state._replace(leaving=leaving), ()
+    unfit = isinstance(event, NodeUnfit) and not only.starts
+    return (_drop_waiting(state)._replace(exit_code=1) if unfit else _drop_waiting(state)), (RecordLosses(), *kill)
+
+
 def _after_leaving(state: RunState, event: GroupEnded) -> Decision:
-    """Restart without the slow node. Workers that did not exit as requested count as a failure."""
-    leaving = state.leaving
+    """Restart with other nodes. If a node was lost, or the workers did not exit as requested, this is a failure."""
     group = state.groups[0]
-    assert leaving is not None, "a node is being left out"
-    state = state._replace(leaving=None, left_out=(*state.left_out, leaving.node))
-    without = LeaveOut(leaving.node)
     over = state.stop_requested or state.stopping or bool(event.left_behind)
+    state = state._replace(last_failure=event.headline)
+    if any(isinstance(one, NodeLost) for one in state.leaving):
+        if over or not may_restart(state.resilience, group.restarts_s, state.now_s):
+            return state, (RecordLosses(),)
+        state, _ = _wait(_change(state, 0, needs_generation=True), 0)
+        return state, ()
     failed = event.own_error or event.foreseen or event.checkpoint_step <= group.checkpoint_step
     if over or failed:
-        state, actions = _after_failure_of_run(state._replace(last_failure=event.headline), event)
-        return state, (without, *actions) if state.groups[0].phase == "waiting" else actions
+        return _after_failure_of_run(state, event)
     state = _change(state, 0, is_planned=True, needs_generation=True, failures_in_a_row=0)
     state, _ = _wait(state, 0)
-    return state, (without,)
+    return state, ()
 
 
 def _agents_failed(state: RunState, event: AgentsFailed) -> Decision:

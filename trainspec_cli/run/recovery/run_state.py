@@ -77,10 +77,16 @@ class RunState(NamedTuple):
     """The exit code of the last group that ended."""
     memory_ladder: tuple[MemorySetting, ...] = ()
     """The settings to use one after another when memory runs out."""
-    leaving: NodeSlow | None = None
-    """The node to drop from the next start. If set, the workers were asked to write a checkpoint and exit."""
+    survives_lost_nodes: bool = False
+    """Whether a single-group run restarts without a lost node. If not, the run ends (and its Slurm job is requeued)."""
+    took_over: bool = False
+    """Whether another supervisor had the run before, which was lost with its node."""
+    leaving: tuple[NodeChange, ...] = ()
+    """Why the next start uses other nodes. The workers were asked to exit, or were killed."""
+    replaced: tuple[int, ...] = ()
+    """Lost, unfit and slow nodes that the current generation does without, until its workers start."""
     left_out: tuple[int, ...] = ()
-    """Nodes that were dropped."""
+    """Slow nodes that were dropped."""
     restarts_left: int | None = None
     """Remaining restarts after failures, for a job that has a fixed number of them and manages its own checkpoints. For
     such a job, completed steps count as checkpoints. None if the plan's resilience settings decide."""
@@ -220,6 +226,15 @@ class NodeSlow:
 
 
 @dataclass(frozen=True)
+class NodeReturned:
+    """A node is connected that a run on fewer nodes than planned can use, and the run is long enough to gain time."""
+
+    node: int
+    hostname: str
+    why: str
+
+
+@dataclass(frozen=True)
 class NodesSeen:
     """The set of connected nodes, both the run's own and the spares, has changed."""
 
@@ -257,9 +272,13 @@ class RendezvousRestarted:
 
 Event = (
     Tick | PresenceChanged | Begun | Stepped | Retried | WorkerFailed | Orphaned | GroupEnded
-    | NodeLost | NodeBack | NodeUnfit | NodeSlow | NodesSeen | AgentsFailed | StopRequested | NodeStopRequested
-    | RendezvousRestarted
+    | NodeLost | NodeBack | NodeUnfit | NodeSlow | NodeReturned | NodesSeen | AgentsFailed | StopRequested
+    | NodeStopRequested | RendezvousRestarted
 )  # fmt: skip
+
+
+NodeChange = NodeSlow | NodeLost | NodeUnfit | NodeReturned
+"""Why a start of a run uses other nodes than the one before."""
 
 
 # Actions of the supervisor
@@ -300,10 +319,11 @@ class TakeSetting:
 
 
 @dataclass(frozen=True)
-class LeaveOut:
-    """Drop the node from the next start, which uses a spare if there is one, and otherwise fewer nodes."""
+class ChangeNodes:
+    """Select the nodes of the next start: all that are connected except those that leave, as many as the run was
+    planned for."""
 
-    node: int
+    reasons: tuple[NodeChange, ...]
 
 
 @dataclass(frozen=True)
@@ -347,7 +367,7 @@ class Refuse:
 
 
 Action = (
-    Launch | Stop | Kill | BeginGeneration | TakeSetting | LeaveOut | Inform
+    Launch | Stop | Kill | BeginGeneration | TakeSetting | ChangeNodes | Inform
     | MarkFailure | ArchiveErrors | RecordLosses | Expect | Refuse
 )  # fmt: skip
 Decision = tuple[RunState, tuple[Action, ...]]

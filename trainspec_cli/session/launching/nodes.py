@@ -18,12 +18,12 @@ from trainspec_cli.recipe.keys.run import RunSection, RunSpec
 from trainspec_cli.recipe.records import Absent
 from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.reporter.live import LiveView
-from trainspec_cli.run.backend.nodes.agent import run_agent
+from trainspec_cli.run.backend.nodes.agent import CUT_OFF, run_agent
 from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, agent_command
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
-from trainspec_cli.run.folder.record import RunResult, read_plan, read_result
+from trainspec_cli.run.folder.record import RunResult, read_plan, read_plan_of_all_nodes, read_result
 from trainspec_cli.session.launching.kinds import kind_of
 
 RETRY_S = 0.5
@@ -89,6 +89,13 @@ def exit_code_of(run: RunDir, result: RunResult | None) -> int:
     return WorkerError.exit_code if result is None or result.exit_code is None else result.exit_code
 
 
+def survives_first_node(run: RunDir) -> bool:
+    """Return whether another node takes over the run if its first node is lost."""
+    plan = read_plan_of_all_nodes(run)
+    resilience = plan.spec.resilience
+    return plan.num_nodes > 1 and resilience.mode == "restart" and resilience.after_node_loss == "continue"
+
+
 def check_recipe(run: RunDir, record: GenerationRecord) -> None:
     """Raise RecipeError if the first node runs something other than a recipe."""
     if record.kind != RECIPE:
@@ -109,7 +116,10 @@ class Joined:
     join_key: str = JOIN_KEY
     """Key or option that specifies how long nodes wait for one another."""
     of_slurm: bool = False
-    """True if srun merges the output of all nodes; the first node's progress is then already visible."""
+    """True if srun merges the output of all nodes, so that the first node's progress is already visible."""
+    take_over: Callable[[RunDir, GenerationRecord, int, RunConsole], int | None] | None = None
+    """Supervises the run from this node after the loss of its first node during a start, and returns the run's exit
+    code; None if another supervisor has the run. None for runs that end with their first node."""
 
 
 def join(
@@ -122,8 +132,9 @@ def join(
 ) -> int:
     """Join a run started by the first node, as node `node`; return the run's exit code.
 
-    Joins each of the first node's starts until the run has a result. Raises MachineError if the first node does not
-    start within `wait_s`, or if other users can write to the run folder."""
+    Joins every start by the first node until the run has a result. If the first node is lost, one of the others takes
+    over, and the rest join its starts. Raises MachineError if no first node starts within `wait_s`, or if other users
+    can write to the run folder."""
     run = RunDir(Path(run_dir).absolute())
     served = 0
     deadline = time.monotonic() + wait_s
@@ -136,7 +147,17 @@ def join(
     where = f"in {run.root}" if run.root.is_dir() else f"to create {run.root}, which does not exist on this node yet"
     limit = f"up to {format_duration(wait_s)}; {joined.join_key}"
     console.report(f"node {node}: waiting for the first node {where} ({limit})")
-    while time.monotonic() < deadline and not (served and run.result_json.is_file()):
+    gives_up_at = deadline
+    lost_in: GenerationRecord | None = None
+    while not (served and run.result_json.is_file()):
+        if time.monotonic() > deadline:
+            is_newest = generations.newest(run) == served
+            if lost_in is None or joined.take_over is None or (is_newest and time.monotonic() > gives_up_at):
+                break
+            code = joined.take_over(run, lost_in, node, console) if is_newest else None
+            if code is not None:
+                return code
+            deadline = min(gives_up_at, time.monotonic() + RESULT_TIMEOUT_S)
         generation = generations.newest(run)
         if generation > served:
             check_tree(run.root)
@@ -150,9 +171,16 @@ def join(
                         if not joined.of_slurm:
                             shown.enter_context(_showing_progress(run, record, console))
 
-                    run_agent(run, generation, node, begin)
+                    code = run_agent(run, generation, node, begin)
                 served = generation
-                deadline = time.monotonic() + RESULT_TIMEOUT_S
+                gives_up_at = deadline = time.monotonic() + RESULT_TIMEOUT_S
+                lost_in = generations.read(run, generation) if code == CUT_OFF else None
+                if lost_in and joined.take_over and survives_first_node(run):
+                    # The node with the lowest number is the first to take over.
+                    deadline += node * RETRY_S
+                    gives_up_at = deadline + wait_s
+                else:
+                    lost_in = None
             except MachineError as error:  # perhaps from an earlier start whose first node is gone
                 refusal = error
         time.sleep(RETRY_S)
@@ -160,7 +188,7 @@ def join(
         raise refusal
     result = read_result(run)
     if result is None:
-        console.report(f"node {node}: no result from the first node within {RESULT_TIMEOUT_S:g} s; it was lost")
+        console.report(f"node {node}: the first node was lost, and has not written a result")
         console.report(f"restart the run: {kind_of(run).start_again(run)}")
     else:
         reason = "" if isinstance(result.reason, Absent) else f": {result.reason}"

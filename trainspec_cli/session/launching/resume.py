@@ -25,7 +25,7 @@ from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.memory import newest_copy
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir, read_plan, read_plan_of_all_nodes, read_run_record
-from trainspec_cli.run.job.folder import claim, storage, write_resume
+from trainspec_cli.run.job.folder import claim, is_running, storage, write_resume
 from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.recovery.memory import rank_setting, with_reliefs
@@ -43,8 +43,15 @@ from trainspec_cli.session.launching.changes import (
     trained_samples,
 )
 from trainspec_cli.session.launching.kinds import command_to_resume, kind_of, quoted
-from trainspec_cli.session.launching.nodes import NodeOptions, join
-from trainspec_cli.session.launching.session import Session, check_detachable, describe_detached, resume_detached, start
+from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join, survives_first_node
+from trainspec_cli.session.launching.session import (
+    Session,
+    check_detachable,
+    describe_detached,
+    resume_detached,
+    start,
+    take_over,
+)
 from trainspec_cli.session.recipe.data import check_data_of
 from trainspec_cli.session.recipe.load import (
     Loaded,
@@ -91,14 +98,20 @@ def resume_recipe(
     if changes and _is_of_slurm_alone(run, nodes) and not detach and notify == NOBODY:
         change_submitted(run, changes, console)
         return EXIT_DONE
+    if nodes.endpoint and not detach:
+        # The first node prepares changed values for all. If another one has taken over from it, it joins like the rest.
+        limits = read_plan_of_all_nodes(run).spec.run
+        if (changes and not nodes.is_first) or (not changes and survives_first_node(run) and is_running(run)):
+            joined = Joined(take_over=take_over)
+            return join(str(run.root), nodes.node_rank, console, wait_s=limits.join_timeout_s, joined=joined)
     session = replace(prepare_resume(run, changes, nodes, console, force=force, as_json=as_json), notify=notify)
     if not nodes.is_first and session.reach:
         wait_s = session.plan.spec.run.join_timeout_s
-        return join(str(run.root), nodes.node_rank, console, wait_s=wait_s)
+        return join(str(run.root), nodes.node_rank, console, wait_s=wait_s, joined=Joined(take_over=take_over))
     if not detach:
         return start(session)
     check_detachable(session)
-    pid = resume_detached(run, [*changes, *notify.options], force=force)
+    pid = resume_detached(run, [*changes, *nodes.as_arguments, *notify.options], force=force)
     print(describe_detached(run, pid, as_json=as_json))
     return EXIT_DONE
 
@@ -112,9 +125,10 @@ def prepare_resume(
     force: bool = False,
     as_json: bool = False,
 ) -> Session:
-    """Return the session for the run's next start. Raises RecipeError for changed fixed values and for a finished run,
-    and MachineError if this node lacks something."""
+    """Return the session for the run's next start, on as many nodes as `nodes` states. Raises RecipeError for changed
+    fixed values and for a finished run, and MachineError if this node lacks something."""
     old = read_plan_of_all_nodes(run)
+    changes = [*changes, *nodes.as_arguments]
     loaded, data_folder = _change_values_and_data(run, old, changes, console)
     if _is_of_slurm_alone(run, nodes):
         message = f"the run in {run.root} was created for {loaded.spec.cluster.num_nodes} Slurm nodes"
@@ -123,14 +137,11 @@ def prepare_resume(
             again = f"trainspec resume {quoted(run)} {shlex.join(changes)}, which records the changes, and then {again}"
         raise RecipeError(Problem("several_hosts", message, hint=f"run {again}"))
     reach = nodes.reach(loaded.spec, str(run.root))
-    if reach and changes:
-        message = f"`{changes[0]}` cannot be changed, because the run is on several nodes"
-        raise RecipeError(Problem("unsupported", message, hint="leave it out, or start a new run"))
-    if reach:
+    if reach and loaded.spec == old.spec:
         return prepare_unchanged(run, reach, console, force=force, as_json=as_json)
     machine = this_machine(loaded.spec)
     plan = _keep_choices(run, plan_on(loaded, machine), old, loaded, machine)
-    return Session(plan, machine, run, console, data_folder=data_folder, force=force, as_json=as_json)
+    return Session(plan, machine, run, console, reach, data_folder, force=force, as_json=as_json)
 
 
 def change_submitted(run: RunDir, changes: Sequence[str], console: RunConsole) -> None:

@@ -62,6 +62,11 @@ class Reach:
     return_timeout_s: float = 0.0
     """If too few nodes are left and a lost node's agent may be restarted, the other nodes wait this many seconds for
     it."""
+    nodes: tuple[int, ...] = ()
+    """The numbers of the job's nodes and spares, of which this one is the first; if empty, they are 0, 1, 2, ..."""
+    lost: tuple[tuple[int, str], ...] = ()
+    """The nodes that were lost with the first node from which this one takes over the run, and their hostnames, if
+    known."""
 
 
 def agent_command(node: int | None = None) -> tuple[str, ...]:
@@ -80,7 +85,10 @@ def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
         world_size=plan.world_size,
         stop_grace_s=plan.spec.run.stop_grace_s,
         logs=next_log_folder(RunDir(root).logs),
-        nodes=tuple(range(plan.num_nodes + (plan.spec.cluster.reliability.spare_nodes or 0))),
+        nodes=reach.nodes or tuple(range(plan.num_nodes + (plan.spec.cluster.reliability.spare_nodes or 0))),
+        lost=reach.lost,
+        # Slurm replaces a lost node by requeueing the job.
+        survives_lost_nodes=reach.return_timeout_s > 0 and plan.spec.resilience.after_node_loss != "end",
     )
 
 
@@ -195,7 +203,8 @@ class NodesBackend:
         self._job = job
         self._plan = plan
         self._reach = reach
-        self._examination = examination
+        # A node that returns, or a spare, must not end a run that works without it.
+        self._examination = None if job.survives_lost_nodes and job.is_restart else examination
         self._num_nodes = plan.num_nodes if plan else len(job.nodes)
         self._num_groups = plan.replica_groups if plan else 1
         self._places = (*job.nodes, *job.left_out)
@@ -379,6 +388,7 @@ class NodesBackend:
             join_timeout_s=self._join_timeout_s,
             join_key=self._kind.join_key,
             welcomes_back=welcomes_back,
+            num_own=self._num_nodes,
         )
 
     def _record(self, worker: Sequence[str]) -> GenerationRecord:

@@ -176,10 +176,14 @@ class MemoryEvent(Event):
     """The replica group that ran out of memory, if there are several groups."""
 
 
+NodeReason = Literal["slow", "lost", "unfit", "returned"]
+"""Why a run changes its nodes: one is slow, was lost or cannot take part, or one that was missing is connected."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodesEvent(Event):
-    """A node is dropped from the run, or dropping it is advised. This is a directive, so it is also recorded in
-    `directives.jsonl`."""
+    """A start of the run uses other nodes than the one before, or dropping a node is advised. This is a directive, so
+    it is also recorded in `directives.jsonl`."""
 
     type: Literal["nodes"] = "nodes"
     kind: Literal["nodes"] = "nodes"
@@ -189,23 +193,24 @@ class NodesEvent(Event):
     """These events are numbered 1, 2, ... across the starts of a run, separately from other directives."""
     applied: bool
     """False if `scheduler.mode` is advise."""
+    reason: NodeReason = "slow"
     node: Count
     """The number that the node had when the run started."""
     host: str
     spare: Count | Absent = ABSENT
-    """The spare node that replaces the dropped one."""
+    """The spare node that replaces the slow or lost one."""
     num_nodes: Count
     """Number of nodes that take part from now on."""
     layout: WrittenLayout
     """The new layout."""
-    pace: Rate
-    """Slowdown of the node's slowest rank: its compute time divided by the usual compute time."""
-    before_s: Seconds
-    """The current step time."""
-    expected_s: Seconds
-    """The expected step time without the node."""
-    cost_s: Seconds
-    """Expected time of the restart, from the stop to its first step."""
+    pace: Rate | Absent = ABSENT
+    """Slowdown of a slow node's slowest rank: its compute time divided by the usual compute time."""
+    before_s: Seconds | Absent = ABSENT
+    """The current step time, if the node is slow."""
+    expected_s: Seconds | Absent = ABSENT
+    """The expected step time without a slow node."""
+    cost_s: Seconds | Absent = ABSENT
+    """Expected time of the restart, from the stop to its first step, if one was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

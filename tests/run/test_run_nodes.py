@@ -25,8 +25,8 @@ from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.record import read_plan, read_plan_of_all_nodes
 from trainspec_cli.run.job.job import Job
-from trainspec_cli.run.recovery.run_state import NodeSlow
-from trainspec_cli.run.supervise import MEASURED_STEPS, SlowNodes
+from trainspec_cli.run.recovery.run_state import NodeLost, NodeReturned, NodeSlow, NodeUnfit
+from trainspec_cli.run.supervise import MEASURED_STEPS, RunNodes
 
 STEP_S = 5.0
 """The slow node computes for 4 of these seconds."""
@@ -72,7 +72,7 @@ class Lab:
         self.has_fewer, self.reports, self.step = True, list[str](), 0
         self.executor = executor = AtOnce()
         self.mail = WorkerMail()
-        self.slow_nodes = SlowNodes(self.job, self.plan, self.replan, self.reports.append, self.mail, executor)
+        self.run_nodes = RunNodes(self.job, self.plan, self.replan, self.reports.append, self.mail, executor)
 
     def replan(self, plan: Plan, nodes: int) -> Plan | None:
         self.asked.append(nodes)
@@ -81,8 +81,8 @@ class Lab:
 
     def open(self, job: Job | None = None, plan: Plan | None = None) -> None:
         self.mail.clear()
-        self.slow_nodes.open(job or self.job, plan or self.plan)
-        self.slow_nodes.hostnames = tuple(f"host{number}" for number in (job or self.job).nodes)
+        self.run_nodes.open(job or self.job, plan or self.plan)
+        self.run_nodes.hostnames = tuple(f"host{number}" for number in (job or self.job).nodes)
 
     def report_speeds(self, *samples_s: float) -> None:
         """Report the seconds that each rank takes for its sample."""
@@ -102,7 +102,7 @@ class Lab:
         for _ in range(steps):
             self.step += 1
             write_event(self.job.run.events(0), replace(stepped(self.step), step_time_s=step_s))
-        return self.slow_nodes.poll()
+        return self.run_nodes.poll()
 
     def become_slow(self) -> None:
         """The second node computes four times as long, from the third step on."""
@@ -114,6 +114,12 @@ class Lab:
             if found := self.make_steps(1):
                 return found[0]
         raise AssertionError("no node was found")
+
+    def leave_out(self, node: int) -> tuple[Job, Plan]:
+        return self.run_nodes.select([NodeSlow(node, f"host{node}", "it is slow")])
+
+    def lose(self, *nodes: int) -> tuple[Job, Plan]:
+        return self.run_nodes.select([NodeLost(node, f"host{node}", "is off", (0,)) for node in nodes])
 
     @property
     def directives(self) -> list[NodesEvent | NodesAchievedEvent]:
@@ -155,7 +161,7 @@ def test_the_run_goes_on_with_fewer_nodes_and_its_effect_is_measured(make_lab, c
     lab.become_slow()
     assert lab.until_decided().node == 1
     step = lab.step
-    job, plan = lab.slow_nodes.leave_out(1)
+    job, plan = lab.leave_out(1)
     assert (job.nodes, job.left_out, job.world_size) == ((0, 2), (1,), 2)
     assert (plan.num_nodes, plan.layout) == (2, Layout(dp_replicate=2))
     assert read_plan(lab.job.run) == plan
@@ -172,6 +178,7 @@ def test_the_run_goes_on_with_fewer_nodes_and_its_effect_is_measured(make_lab, c
         step=step,
         number=1,
         applied=True,
+        reason="slow",
         node=1,
         host="host1",
         num_nodes=2,
@@ -190,10 +197,10 @@ def test_the_run_goes_on_with_fewer_nodes_and_its_effect_is_measured(make_lab, c
 def test_a_spare_node_that_is_there_takes_the_place(make_lab) -> None:
     lab = make_lab(spares=2)
     lab.open()
-    lab.slow_nodes.hostnames = ("host0", "host1", "host2", "", "host4")
+    lab.run_nodes.hostnames = ("host0", "host1", "host2", "", "host4")
     lab.become_slow()
     assert "expected to take 2.0 s" in lab.until_decided().why
-    job, plan = lab.slow_nodes.leave_out(1)
+    job, plan = lab.leave_out(1)
     assert (job.nodes, job.left_out, job.world_size) == ((0, 2, 4, 3), (1,), 3)
     assert plan == lab.plan == read_plan(job.run)
     assert not job.run.plan_of_all_nodes.exists(), "nothing is left out of the plan"
@@ -201,10 +208,10 @@ def test_a_spare_node_that_is_there_takes_the_place(make_lab) -> None:
     assert isinstance(given, NodesEvent)
     assert (given.spare, given.num_nodes, given.expected_s) == (4, 3, 2.0)
     lab.open(job, plan)
-    lab.slow_nodes.hostnames = ("host0", "host2", "host4", "", "host1")
+    lab.run_nodes.hostnames = ("host0", "host2", "host4", "", "host1")
     lab.report_speeds(1.0, 1.0, 4.0)
     assert lab.until_decided().node == 4, "by its number"
-    job, _ = lab.slow_nodes.leave_out(4)
+    job, _ = lab.leave_out(4)
     assert (job.nodes, job.left_out) == ((0, 2, 3), (1, 4)), "one that was left out is no spare"
 
 
@@ -214,10 +221,10 @@ def test_a_spare_node_that_goes_meanwhile(make_lab) -> None:
     lab.open()
     lab.become_slow()
     lab.until_decided()
-    lab.slow_nodes.hostnames = ("host0", "host1", "host2", "")
-    assert lab.slow_nodes.leave_out(1) == (lab.job, lab.plan)
+    lab.run_nodes.hostnames = ("host0", "host1", "host2", "")
+    assert lab.leave_out(1) == (lab.job, lab.plan)
     (report,) = lab.reports
-    assert "no spare" in report and "with node 1" in report
+    assert "node 1 (host1)" in report
     assert lab.directives == []
 
 
@@ -241,7 +248,7 @@ def test_nothing_waits_for_the_plan(make_lab) -> None:
 
 def test_no_training_ends_for_a_fault_of_the_planner(make_lab) -> None:
     lab = make_lab()
-    lab.replan = lab.slow_nodes._replan = lambda plan, nodes: 1 // 0
+    lab.replan = lab.run_nodes._replan = lambda plan, nodes: 1 // 0
     lab.open()
     lab.become_slow()
     assert (lab.make_steps(100), lab.make_steps(100)) == ([], [])
@@ -289,8 +296,92 @@ def test_where_it_is_not_allowed_nothing_is_planned_or_decided(make_lab, about: 
 def test_runs_that_cannot_leave_a_node_out(make_lab, changed: dict[str, int]) -> None:
     lab = make_lab()
     lab.open(plan=replace(lab.plan, **changed))
+    lab.run_nodes.hostnames = ("host0", "", "")
     lab.become_slow()
     assert (lab.make_steps(500), lab.asked) == ([], [])
+
+
+# Nodes that are lost, and come back
+
+
+def test_a_run_without_a_lost_node_and_with_it_again(make_lab, clock: list[float]) -> None:
+    lab = make_lab()
+    lab.open()
+    lab.make_steps(3)
+    job, plan = lab.lose(1)
+    assert (job.nodes, job.left_out, job.world_size, plan.num_nodes) == ((0, 2, 1), (), 2, 2)
+    assert (read_plan(job.run), read_plan_of_all_nodes(job.run)) == (plan, lab.plan)
+    (lost,) = lab.directives
+    assert isinstance(lost, NodesEvent)
+    assert (lost.reason, lost.step, lost.node, lost.num_nodes, lost.applied) == ("lost", 3, 1, 2, True)
+    lab.open(job, plan)
+    lab.run_nodes.hostnames = ("host0", "host2", "")
+    clock[0] += 7.0
+    assert lab.make_steps(20) == [], "it is away"
+    lab.run_nodes.hostnames = ("host0", "host2", "host1")
+    (back,) = lab.make_steps(1)
+    assert isinstance(back, NodeReturned) and back.node == 1
+    job, plan = lab.run_nodes.select([back])
+    assert (job.nodes, job.world_size, plan) == ((0, 2, 1), 3, lab.plan)
+    assert read_plan(job.run) == lab.plan
+
+
+def test_the_end_of_a_run_is_not_delayed_by_a_node_that_returns(make_lab, clock: list[float]) -> None:
+    """A start takes 100 s, and a third node saves a third of what is left: 5 s per step."""
+    lab = make_lab()
+    lab.open()
+    lab.open(*lab.lose(1))
+    clock[0] += 100.0
+    lab.make_steps(1000 - 60)  # a third of the 300 s that are left
+    lab.run_nodes.hostnames = ("host0", "host2", "host1")
+    assert lab.make_steps(1) == []
+
+
+def test_a_first_node_that_is_slow_leaves_the_work_to_the_others(make_lab) -> None:
+    """It goes on with this process. If its agent is lost, the others train on."""
+    lab = make_lab()
+    lab.open()
+    lab.become_slow()
+    lab.until_decided()
+    job, plan = lab.leave_out(0)
+    assert (job.nodes, job.left_out, plan.num_nodes) == ((1, 2), (0,), 2)
+    lab.open(job, plan)
+    job, plan = lab.lose(1)
+    assert (job.nodes, plan.num_nodes) == ((2, 1), 1), "node 1 is first in the job, but is not this node"
+
+
+def test_a_node_that_is_unfit_is_not_used_again(make_lab) -> None:
+    lab = make_lab()
+    lab.open()
+    job, plan = lab.run_nodes.select([NodeUnfit(2, "host2", "no GPU")])
+    assert (job.nodes, job.left_out, plan.num_nodes) == ((0, 1), (2,), 2)
+    assert [one.reason for one in lab.directives if isinstance(one, NodesEvent)] == ["unfit"]
+
+
+@pytest.mark.parametrize(
+    ("lost", "nodes", "used"), [((1,), (0, 2, 4, 3, 1), 3), ((1, 2), (0, 4, 3, 1, 2), 2), ((0,), (0, 1, 2, 3, 4), 3)]
+)
+def test_a_connected_spare_takes_the_place_of_a_lost_node(
+    make_lab, lost: tuple[int, ...], nodes: tuple[int, ...], used: int
+) -> None:
+    """Node 3 is not connected. The first node has this process, so only its agent can be lost."""
+    lab = make_lab(spares=2)
+    lab.open()
+    lab.run_nodes.hostnames = ("host0", "host1", "host2", "", "host4")
+    job, plan = lab.lose(*lost)
+    assert (job.nodes, plan.num_nodes) == (nodes, used)
+
+
+def test_a_run_that_waits_or_that_fits_no_other_number_of_nodes(make_lab) -> None:
+    lab = make_lab()
+    lab.has_fewer = False
+    lab.open()
+    assert (*lab.lose(1), lab.directives) == (lab.job, lab.plan, [])
+    resilience = replace(lab.plan.spec.resilience, after_node_loss="wait")
+    waiting = replace(lab.plan, spec=replace(lab.plan.spec, resilience=resilience))
+    lab.has_fewer = True
+    lab.open(plan=waiting)
+    assert lab.lose(1) == (lab.job, waiting)
 
 
 def test_a_run_with_samples_to_move_is_left_to_its_shares(make_lab) -> None:
