@@ -294,7 +294,7 @@ def _block_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
 
 
 def _outside_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
-    """Return the times in seconds (forward, backward) of embedding, last norm, head and loss. The loss computes its
+    """Return the times in seconds (forward, backward) of the embedding, last norm, head and loss. The loss computes its
     gradients in the forward pass; the backward pass scales them."""
     model = _decoder(plan)
     tokens = micro_tokens(plan)

@@ -133,7 +133,7 @@ class UnixClock:
 
 
 class StepClock:
-    """Measures times in the device's current stream, which is the compute stream of training."""
+    """Measures time on the device's current stream, which is the training compute stream."""
 
     def __init__(self, device: torch.device):
         self.device = device

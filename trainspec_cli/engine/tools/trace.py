@@ -362,7 +362,7 @@ STAND_INS: dict[tuple[Any, str], Callable[..., Any]] = {
 
 
 def traced_micro_batches(plan: Plan) -> tuple[int, ...]:
-    """Return the numbers of micro-batches to trace: the step's number or, if it is large, two smaller numbers that fill
+    """Return the micro-batch counts to trace: the step's own count or, if that is large, two smaller counts that fill
     the pipeline."""
     most = 3 * plan.layout.pp if plan.layout.pp > 1 else 2
     return (plan.grad_accum_steps,) if plan.grad_accum_steps <= most else (most - plan.layout.pp, most)

@@ -52,7 +52,7 @@ from trainspec_cli.recipe.results.plan import StepTime
 
 # Memory traffic of FSDP2's copies in bytes per parameter, for a 2-byte compute format and gradients summed in fp32.
 CAST_BYTES = 10.0
-"""Traffic to cast a shard to the compute format and copy it into the all-gather buffer."""
+"""Traffic needed to cast a shard to the compute format and copy it into the all-gather buffer."""
 COPY_OUT_BYTES = 4.0
 """Gathered parameters are copied out of the buffer."""
 COPY_IN_BYTES = (2.0, 4.0)
@@ -60,11 +60,11 @@ COPY_IN_BYTES = (2.0, 4.0)
 COPY_SUMS_IN_BYTES = (4.0, 4.0)
 """The same if they were summed in fp32 over several micro-batches."""
 FIRST_SUM_BYTES = 6.0
-"""Traffic to cast the first micro-batch's gradients, if they are accumulated before the exchange."""
+"""Traffic needed to cast the first micro-batch's gradients, if they are accumulated before the exchange."""
 SUM_BYTES = 10.0
-"""Traffic to add a later micro-batch's gradients to them."""
+"""Traffic needed to add a later micro-batch's gradients to them."""
 SHARD_SUM_BYTES = 12.0
-"""Traffic to add reduced gradients to those of earlier micro-batches, in fp32."""
+"""Traffic needed to add reduced gradients to those of earlier micro-batches, in fp32."""
 LATE_SUM_BYTES = 32.0
 """Gradients of parameters that all ranks of tp hold are stacked, summed, joined, and copied back, in fp32."""
 LATE_KERNELS = 3

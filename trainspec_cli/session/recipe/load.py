@@ -204,8 +204,8 @@ def machine_of_job(loaded: Loaded) -> Machine:
 
 
 def plan_for(loaded: Loaded, machine: Machine) -> Plan:
-    """Resolve every `auto` for another machine. Raises the errors of `plan_on`, except those about missing parts of the
-    node."""
+    """Resolve every `auto` for another machine. Raises the same errors as `plan_on`, except those about missing parts
+    of the node."""
     try:
         return plan(loaded.spec, machine)
     except TrainspecError as error:

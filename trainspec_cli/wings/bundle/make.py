@@ -178,8 +178,8 @@ def copy_run_files(
 ) -> CopiedRun:
     """Copy the files read by a run of `spec` to folders with this name in `bundle`.
 
-    Raises the errors of `prepare`, and RecipeError if the run starts from another run, whose weights would have to be
-    exported."""
+    Raises the same errors as `prepare`, and RecipeError if the run starts from another run, whose weights would have to
+    be exported."""
     if spec.init.run is not None:
         message = f"`init.from` is the run {spec.init.from_}; a bundle cannot contain a run"
         hint = f"run trainspec export {spec.init.from_} --output FOLDER, then init.from=hf:FOLDER"

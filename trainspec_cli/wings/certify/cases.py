@@ -65,7 +65,7 @@ KILLED_AT = 2 * EVERY_STEPS
 SHORT_AT = 5
 """The step when a live run runs out of memory."""
 FITTING_SAMPLES = 2
-"""The largest micro-batch that fits after a live run has run out of memory, in samples."""
+"""Size, in samples, of the largest micro-batch that fits after a live run has run out of memory."""
 
 
 @dataclass(frozen=True)

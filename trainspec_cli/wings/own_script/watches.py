@@ -204,7 +204,7 @@ class Reading:
     """Observations of a process since the previous sample."""
 
     stopped: bool = False
-    """True if a signal has stopped the process. Its stack then cannot be read."""
+    """True if a signal has stopped the process. In that case, its stack cannot be read."""
     stack_changed: bool = False
     has_stack: bool = True
     """False if the process does not react to the signal that requests its stack."""

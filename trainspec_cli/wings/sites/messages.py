@@ -1,4 +1,4 @@
-"""Messages between the ranks of sites, the meeting point and the inboxes, and their encryption.
+"""Messages exchanged among the sites' ranks, the meeting point and the inboxes, and how they are encrypted.
 
 A message is a line of JSON, `{"op": ..., "bytes": n, ...}`, followed by n bytes.
 

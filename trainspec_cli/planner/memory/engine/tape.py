@@ -128,11 +128,11 @@ class Tape:
         self.recomputes = False
         """True if the forward pass is being recomputed for a backward pass."""
         self.recalls = False
-        """True if the costly results of the first forward pass were kept."""
+        """True if the costly results of the first forward pass were saved."""
         self.kept: list[Storage] | None = None
-        """Kept results of costly operations, for selective recomputation; None if they are not kept."""
+        """Saved results of costly operations, for selective recomputation; None if they are not saved."""
         self.recalled: deque[Storage] = deque()
-        """Kept results, which the recomputed forward pass uses."""
+        """Saved results that the recomputed forward pass uses."""
         self.put_off: list[tuple[Storage, Storage]] | None = None
         """Storages that deferred weight gradients need; None if weight gradients are not deferred."""
         self.saves_left = float("inf")
@@ -388,7 +388,7 @@ class Tape:
         return self._recorded(out, (x,), begin), turn
 
     def dequantised_linear(self, x: Value, weights: float, elements: float) -> Value:
-        """Multiply by a frozen matrix that is dequantised in the forward and again in the backward pass."""
+        """Multiply by a frozen matrix that is dequantised in the forward pass and again in the backward pass."""
         whole = weights * self.width
         scales = PRECISE * weights / NF4_BLOCK
         peak = whole + scales + min(weights, NF4_CHUNK) * (PRECISE + NF4_INDEX)
