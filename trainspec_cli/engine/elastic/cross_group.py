@@ -168,7 +168,7 @@ class CrossGroupComm:
                     raise RuntimeError("a replica group has closed its connection during an exchange between devices")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        self._host_group()  # aborted work counts as completed
+        self._host_group()  # aborted work is reported as completed
         work.wait()  # raises a failed collective's error; makes the current stream wait for the collective
 
     def sum_(self, tensor: Tensor) -> None:

@@ -234,7 +234,7 @@ Run = Callable[[], Any]
 
 
 def call_s(runs: Sequence[Run]) -> float:
-    """Return the seconds per call in the fastest round; the calls take turns."""
+    """Return the time per call, in seconds, in the fastest round; the calls take turns."""
     runs[0]()
     dist.barrier()
     turns = cycle([*runs[1:], runs[0]])

@@ -294,7 +294,8 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
 
 
 def axes_of_groups(state: TrainState) -> dict[str, str]:
-    """Return the mesh axes by process group name. Parameter sharding and summing over replicas count as two axes."""
+    """Return the mesh axes by process group name. Parameter sharding and summing over replicas are treated as two
+    axes."""
     mesh = state.mesh
     lines = state.stages.lines
     groups = {axis: mesh.group(axis) for axis in MESH_AXES}

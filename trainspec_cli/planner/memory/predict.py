@@ -81,8 +81,8 @@ USABLE = 0.97
 
 
 def memory_limit_bytes(chip: AcceleratorSpec) -> float:
-    """Return the bytes that a plan may use. A device sold as 80 GB has 79.6 GiB: vendors' numbers are closer to GiB
-    than to GB."""
+    """Return the number of bytes that a plan may use. A device sold as 80 GB has 79.6 GiB: vendors' numbers are closer
+    to GiB than to GB."""
     return USABLE * chip.memory_gb * GIB
 
 
@@ -103,7 +103,7 @@ class LayerMemory:
 
 
 def saved_of(work: Work, setup: Setup) -> float:
-    """Return the bytes of activations that one part of a layer keeps without recomputation."""
+    """Return the size in bytes of the activations that one part of a layer keeps without recomputation."""
     saved = work.saved_bytes
     if setup.trainable < 1 and setup.software.weight_bytes >= 2.0 and not work.attention_flops:
         # Only attention has adapters. Other matmuls are frozen, so their inputs are not kept (except with a quantised
@@ -166,7 +166,7 @@ def in_flight(setup: Setup, stage: int) -> float:
     if layout.pp == 1:
         return 1.0
     if layout.pipeline_schedule == "gpipe":
-        # All forwards run before the first backward.
+        # All forward passes run before the first backward pass.
         return float(total)
     if layout.virtual_stages > 1:
         # This is the warm-up of the interleaved schedule (arXiv:2104.04473); a chunk is one of a rank's virtual stages.

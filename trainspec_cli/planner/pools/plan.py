@@ -295,7 +295,7 @@ def stages_on(pool: int, placement: Placement, layout: Layout) -> list[int]:
 
 
 SAME = 5e-3
-"""Choices that differ by less than this fraction count as equally fast or equally cheap."""
+"""Choices that differ by less than this fraction are treated as equally fast or equally cheap."""
 
 
 def plan_pools(spec: RunSpec, shown: int = SHOWN) -> CapacityPlan:

@@ -473,7 +473,7 @@ class Search:
         if found.step_time_s <= ABOUT * self._least_s:
             push = heapq.heappush if len(self._safest) < SAFEST else heapq.heappushpop
             # The least safe of the kept layouts is on top of the heap, and a safer one replaces it. Layouts that are
-            # certain to fit count as equally safe and are ranked by speed.
+            # certain to fit are treated as equally safe and are ranked by speed.
             push(self._safest, ((min(probability, SURELY), -found.step_time_s), -option.order, found))
         return probability >= SURELY
 

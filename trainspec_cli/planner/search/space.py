@@ -49,7 +49,7 @@ class Space:
         self.anyhow = self._problems({})
         """Problems with the recipe that occur with every layout, and are therefore not a reason to reject one."""
         self._numbers: dict[tuple[int, int], tuple[list[int], int]] = {}
-        """(A rank's samples, turns) -> (the numbers of micro-batches to try, how many others are left out)."""
+        """(A rank's samples, turns) -> (the micro-batch counts to try, how many others are left out)."""
         self._runs: dict[tuple[tuple[str, object], ...], bool] = {}
         compressed = self.spec.comm.gradients not in ("full", AUTO) or self.spec.comm.parameters != "full"
         self._limits_exchanges = compressed or self.spec.comm.across_nodes is not None

@@ -105,8 +105,8 @@ class FsdpUnit:
     """Time of exposed exchanges inside the layer (tp, cp, ep)."""
     backward_waits_s: float = 0.0
     before_statistics_s: float = 0.0
-    """The backward's time before the first exchange of a batch norm's statistics, if that uses the same communicator;
-    0 otherwise."""
+    """Time of the backward pass before the first exchange of a batch norm's statistics, if that exchange uses the same
+    communicator; otherwise 0."""
     early_s: float = 0.0
     """Time of the backward pass, including exchanges, before the block's experts need their parameters."""
 
@@ -247,8 +247,8 @@ class RankClock:
         exchanges = action.kind == "backward" and (last or self.layout.exchanges_every_backward)
         gathers = not self.has_blocks[number]
         waiting = units[::-1] if gathers else []
-        # Another micro-batch's backward may have released the root. FSDP2's hooks gather it again before the last block
-        # of the stage with the head, and after that of the other stages, where it leaves the stage.
+        # Another micro-batch's backward pass may have freed the root's parameters. FSDP2's hooks gather them again: in
+        # the stage with the head before its last block, and in the other stages after that block.
         lacks_root = not self.has_root[number]
         after_s = 0.0
         if lacks_root and number == self.layout.num_stages - 1:
@@ -335,8 +335,8 @@ class EngineStep:
         params = unit.full
         padded = unit.gathered
         own = unit.own
-        # One rank casts and copies its tensors one by one. The tensors of text models are so large that this is not
-        # counted for them.
+        # A single rank casts and copies its tensors one by one. The tensors of text models are so large that this is
+        # not counted for them.
         more_kernels = 0 if has_layer_list(setup.model) else 2 * len(unit.matrices) - 1
         cast_s = self._moved_s(CAST_BYTES * own)
         gathered_s = gather_s(shard, self.once.rates.element_bytes * padded, setup, self.eff)
@@ -345,7 +345,7 @@ class EngineStep:
             gather_s=gathered_s + cast_s if gathered_s else 0.0,
             reduce_s=scatter_s(shard, reduce_bytes * padded, setup, self.eff),
             across_s=sum_s(self._inside["dp_replicate"], reduce_bytes * own, setup, self.eff),
-            # One rank casts and copies its shard in place of gathering it.
+            # A single rank casts and copies its shard instead of gathering it.
             copy_out_s=self._moved_s(COPY_OUT_BYTES * padded)
             if gathered_s
             else cast_s + more_kernels * self.eff.kernel_s,
@@ -485,8 +485,8 @@ class EngineStep:
         return self._plain_unit(part, None)
 
     def _plain_unit(self, part: LayersPart, block: int | None) -> Unit:
-        """Return the parameters of a block, or those outside the blocks, of a model without a list of its layers. Only
-        convolutional networks are known by tensor."""
+        """Return the parameters of a block, or those outside the blocks, of a model without a list of its layers. The
+        individual tensors are known only for convolutional networks."""
         shards = self.setup.group_layout.shards
         if not isinstance(self.setup.model, ConvModel):
             return Unit(((round(part.params), 1),), shards)

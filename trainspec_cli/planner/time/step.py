@@ -718,7 +718,7 @@ class RankParts:
         return own_work_s(self.whole) + recompute_part_s(again, setup.recompute)
 
     def compute_s(self, setup: Setup) -> float:
-        """Return the same time without the layers' exchanges, except those in recomputed forwards."""
+        """Return the same time without the layers' exchanges, except those in recomputed forward passes."""
         return self.whole.forward + self.whole.backward + recompute_part_s(self.layers, setup.recompute)
 
 

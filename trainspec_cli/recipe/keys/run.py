@@ -298,7 +298,7 @@ class RunSection:
     stop_grace_s: PositiveFloat = 60.0
     """A worker that is still running this long after a stop request is killed."""
     node_timeout_s: PositiveFloat = 30.0
-    """On several nodes: a node that is silent for this long (off, hung, disconnected) counts as lost, and the job
+    """On several nodes: a node that is silent for this long (off, hung, disconnected) is treated as lost, and the job
     ends."""
     join_timeout_s: PositiveFloat = 300.0
     """On several nodes: time limit for nodes to start after the first one (a slow prologue, a container image to pull),

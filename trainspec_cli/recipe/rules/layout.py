@@ -19,7 +19,7 @@ from trainspec_cli.recipe.records import UNKNOWN
 
 
 def size_of(layout: LayoutSpec, axis: str) -> int:
-    """Return the size of an axis. An axis left to the planner does not restrict anything yet, so it counts as 1."""
+    """Return the size of an axis. An axis left to the planner does not restrict anything yet, so it is treated as 1."""
     size = getattr(layout, axis)
     return 1 if size == AUTO else int(size)
 

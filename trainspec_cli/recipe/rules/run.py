@@ -218,7 +218,9 @@ def block(spec: RunSpec) -> Iterator[Problem]:
     if model.block_params is None and not problems:
         path = BLOCK_PARAMS
         message = f"`{path}` has no value: the plan cannot know how many parameters {model.block} creates"
-        yield Problem("missing_value", message, path, f"set {path}=NUMBER, which most trainspec commands count for you")
+        yield Problem(
+            "missing_value", message, path, f"set {path}=NUMBER (most trainspec commands determine it for you)"
+        )
 
 
 def loss(spec: RunSpec) -> Iterator[Problem]:

@@ -185,7 +185,7 @@ class RoundRecord:
 
 
 LOST_AFTER = 2
-"""A connected site counts as lost after this many consecutive late rounds."""
+"""A connected site is treated as lost after this many consecutive late rounds."""
 
 
 @dataclass(frozen=True)

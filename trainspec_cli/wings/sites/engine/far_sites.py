@@ -231,7 +231,7 @@ class FarSites(Coordinator):
         outer.take_shared()
         if self._link:
             self._link.joined()
-        assert self._record is not None, "the round that this site continues from was applied"
+        assert self._record is not None, "the round that this site resumes from has been applied"
         self._progress = TrainProgress(self._record.exchange.applied_at, self._progress.samples)
         return True
 
