@@ -249,8 +249,8 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory) -> M
     gathered = gathered_bytes(layer, layers, outside, setup)
 
     # Activations kept for the micro-batches in flight, and one layer's temporaries (after the logits are freed).
-    # Megatron frees activations after sending them; in others, each tensor-parallel rank keeps a part of them until
-    # their gradient arrives.
+    # Megatron frees activations after sending them; in other frameworks, each tensor-parallel rank keeps a part of them
+    # until their gradient arrives.
     logits = layer.logits_bytes if last else 0.0
     held = in_flight(setup, stage)
     sent = layer.output_bytes / layout.tp if layout.pp > 1 and not software.fused_kernels else 0.0
@@ -497,9 +497,9 @@ def expected_step_s(step_s: float, probability: float, start_s: float) -> float:
 
 
 def room_within(setup: Setup, memory: Sequence[MemoryBreakdown], limits_bytes: Sequence[float] = ()) -> Room:
-    """Return the estimated bytes that each rank's layers may use, and the bytes of one layer on that rank (the
-    difference made by one more layer per stage), both scaled to the predicted `memory`. `limits_bytes`: the limit of
-    each rank, if limits differ."""
+    """Return the estimated memory in bytes that each rank's layers may use, and the size in bytes of one layer on that
+    rank (the difference made by one more layer per stage), both scaled to the predicted `memory`. `limits_bytes`: the
+    limit of each rank, if limits differ."""
     layout = setup.layout
     estimated, predicted = (max(stage.total_bytes for stage in one) for one in (estimate_memory(setup), memory))
     scale = estimated / predicted

@@ -54,11 +54,12 @@ from trainspec_cli.recipe.results.plan import StepTime
 CAST_BYTES = 10.0
 """Traffic needed to cast a shard to the compute format and copy it into the all-gather buffer."""
 COPY_OUT_BYTES = 4.0
-"""Gathered parameters are copied out of the buffer."""
+"""Traffic needed to copy gathered parameters out of the buffer."""
 COPY_IN_BYTES = (2.0, 4.0)
-"""Gradients are cast while they are copied into the buffer of their reduce-scatter, which has room for the padding."""
+"""Traffic needed to cast gradients while copying them into the buffer of their reduce-scatter, which has room for the
+padding."""
 COPY_SUMS_IN_BYTES = (4.0, 4.0)
-"""The same if they were summed in fp32 over several micro-batches."""
+"""The same for gradients that were summed in fp32 over several micro-batches."""
 FIRST_SUM_BYTES = 6.0
 """Traffic needed to cast the first micro-batch's gradients, if they are accumulated before the exchange."""
 SUM_BYTES = 10.0
@@ -66,7 +67,7 @@ SUM_BYTES = 10.0
 SHARD_SUM_BYTES = 12.0
 """Traffic needed to add reduced gradients to those of earlier micro-batches, in fp32."""
 LATE_SUM_BYTES = 32.0
-"""Gradients of parameters that all ranks of tp hold are stacked, summed, joined, and copied back, in fp32."""
+"""Traffic needed to stack, sum, join and copy back, in fp32, the gradients of parameters that all tp ranks hold."""
 LATE_KERNELS = 3
 """Kernels that sum the gradient of a norm or router whose tokens are spread over tp, once per step."""
 ADAMW_BYTES = (4.0, 28.0)

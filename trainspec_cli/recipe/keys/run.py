@@ -107,7 +107,7 @@ class DataSpec:
     tokenizer: TokenizerSpec = field(default_factory=TokenizerSpec)
     """The tokenizer for the text."""
     heldout_fraction: Annotated[float, Range(0, 1, includes_low=False, includes_high=False)] = 0.02
-    """Fraction of the documents or samples that are held out for evaluation, chosen by a hash of each."""
+    """Fraction of the documents or samples that are held out for evaluation, selected by hashing each one."""
     max_bytes: PositiveInt | None = None
     """Maximum number of bytes of text to read."""
     phantom: PhantomSpec = field(default_factory=PhantomSpec)

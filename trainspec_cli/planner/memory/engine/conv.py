@@ -343,7 +343,7 @@ class _ConvBlock:
 
 
 def replay(run: EngineRun, _pipeline_rank: int) -> PeakMemory:
-    """Return the bytes by cause at the memory peak of a convolutional network's step."""
+    """Return the memory in bytes, by cause, at the peak of a convolutional network's step."""
     return _ConvReplay(run).run()
 
 

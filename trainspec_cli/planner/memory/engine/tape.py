@@ -23,7 +23,7 @@ PRECISE = 4.0
 INDEX = 8.0
 """Bytes per index."""
 NF4_INDEX = 2.0
-"""Index bytes per 4-bit weight, because two weights share a 4-byte index."""
+"""Bytes of index per 4-bit weight: two weights share a 4-byte index."""
 Kernels = Sequence[float]
 """Bytes that each kernel reads and writes."""
 Event = Literal["gather", "free", "gather_again", "reduce"]
