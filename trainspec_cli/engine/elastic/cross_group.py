@@ -132,7 +132,7 @@ class CrossGroupComm:
             self._own.eager_connect_single_device(device)
 
     def close(self) -> None:
-        """End all exchanges, including those in other threads, and close the connections, which waiting peers detect
+        """End all exchanges, including those in other threads, and close the connections; waiting peers detect this
         immediately. Raises RuntimeError if the device's backend cannot end its collectives; the process must then
         end."""
         own = self._own
@@ -319,7 +319,8 @@ class GradientPackets:
         self._await_sums = await_sums
         shares = [share for packet in ordered for share in packet.shares]
         self._left: dict[int, int] = {}
-        """Number of exchanges within the group that each share's gradient is still waiting for; empty between steps."""
+        """For each share, the number of exchanges within the group that its gradient still needs; empty between
+        steps."""
         self._next = len(ordered)
         """Index of the next packet to send."""
         self._hooks = [

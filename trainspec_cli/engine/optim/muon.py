@@ -52,7 +52,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon(GuardedOptimizer):
-    """Updates with Muon the parameter groups that have its rule. `shares`: this rank's shares of these groups'
+    """Applies Muon to the parameter groups that have its rule. `shares`: this rank's shares of these groups'
     parameters, in order."""
 
     def __init__(

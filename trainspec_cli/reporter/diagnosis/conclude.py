@@ -245,8 +245,8 @@ def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
             cost_s=excess_s,
             confidence=0.8,
             evidence=(
-                f"stage {every[slowest]} (rank {', '.join(map(str, ranks[:8]))}) computes for "
-                f"{level_s[slowest] * 1e3:.3g} ms per step, the others for {others_s * 1e3:.3g} ms on average",
+                f"stage {every[slowest]} (rank {', '.join(map(str, ranks[:8]))}) takes "
+                f"{level_s[slowest] * 1e3:.3g} ms per step to compute, the others {others_s * 1e3:.3g} ms on average",
             ),
         )
     ]

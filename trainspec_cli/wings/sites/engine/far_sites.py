@@ -168,8 +168,8 @@ class FarSites(Coordinator):
         """Send and apply the exchanges that are due at this step. Return False if the run was asked to stop in the
         meantime."""
         outer = self._outer
-        # Several exchanges may be due: without a delay, a sum is applied in the same step that it is sent in, and round
-        # 0 is applied at once.
+        # Several exchanges may be due: without a delay, a sum is applied in the same step in which it is sent, and
+        # round 0 is applied at once.
         while exchange := self._next:
             step = self._progress.step
             if exchange.round and exchange.sent_at == step and not outer.sent_round:
