@@ -65,7 +65,7 @@ GROWN_RECOMPUTE_FRAGMENTATION = 0.05
 LOGIT_BYTES = 10.0
 """Bytes per logit: 2 in the compute format, 4 in the loss, 4 for its gradient before it is cast back."""
 LOGIT_BYTES_EAGER = 12.0
-"""Bytes per logit including the gradient after it is cast back, which takes another 2."""
+"""Bytes per logit, including another 2 for the gradient after it is cast back."""
 REUSE = 0.5
 """Fraction of the memory freed by the backward pass that the optimizer's temporaries can reuse."""
 RESERVE = 0.06
