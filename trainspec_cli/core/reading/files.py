@@ -84,7 +84,7 @@ class ClosedFileError(UnreadableFileError, PermissionError):
 def unreadable(
     path: Path | str, why: str, hint: str = "", *, line: int | None = None, column: int | None = None
 ) -> UnreadableFileError:
-    """Return an error that says that `path` cannot be read; `why` states the reason."""
+    """Return an error stating that `path` cannot be read; `why` states the reason."""
     return UnreadableFileError(
         Problem(
             code="unreadable_file",

@@ -436,7 +436,7 @@ class EngineStep:
             forward_s=part.forward,
             backward_s=part.backward - weights_s + again_s,
             weights_s=weights_s,
-            # With both shards and replicas, statistics have a communicator of their own.
+            # With both shards and replicas, statistics have a separate communicator.
             before_statistics_s=part.before_dp * (1 in (self.setup.layout.dp_shard, self.setup.layout.dp_replicate)),
             forward_waits_s=part.tp + part.cp + part.ep + part.dp,
             backward_waits_s=again_waits_s + sum((PASSES[axis] - 1) * getattr(part, axis) for axis in PASSES),

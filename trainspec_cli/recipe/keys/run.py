@@ -113,7 +113,7 @@ class DataSpec:
     phantom: PhantomSpec = field(default_factory=PhantomSpec)
     """The synthetic volumes (phantom only)."""
     document_masks: bool = False
-    """True if attention stays within each document of a sample; conversations are always kept apart."""
+    """True if attention stays within each document of a sample; conversations are always kept separate."""
     chat_template: str | None = None
     """`chatml`, or a Jinja file; null: the template in the tokenizer's folder (chat only)."""
     loss_on: Literal["replies", "all"] = "replies"

@@ -522,9 +522,9 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
 def with_evaluations(
     verdicts: Sequence[RunVerdict], evaluations: Sequence[tuple[int, float]], steps: int, steps_s: float
 ) -> tuple[RunVerdict, ...]:
-    """Return the verdicts, plus one on the evaluations between the steps if they take much of the time. `evaluations`:
-    (step, seconds) of each. `steps` steps took `steps_s` in total. A single evaluation at the end of the run is
-    necessary, so it is not reported."""
+    """Return the verdicts, plus one on the evaluations between the steps if they take a large part of the time.
+    `evaluations`: (step, seconds) of each. `steps` steps took `steps_s` in total. A single evaluation at the end of the
+    run is necessary, so it is not reported."""
     seconds = sum(each_s for _, each_s in evaluations)
     if len(evaluations) < 2 or not steps or seconds < EVALUATION_SHARE * (seconds + steps_s):
         return tuple(verdicts)
