@@ -161,8 +161,8 @@ class SmallRun:
         self.grown_bytes = own_bytes() - before_bytes
 
     def run(self, steps: int) -> None:
-        """Run some steps. The first step after a pause has cold caches and late peers. It does not count, unless steps
-        are so long that it is the only one."""
+        """Run some steps. The first step after a pause has cold caches and late peers. It is not counted unless steps
+        take so long that it is the only one."""
         dist.barrier()
         if not self.is_long:
             self._step()

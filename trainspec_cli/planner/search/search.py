@@ -417,8 +417,8 @@ class Search:
 
     def _predict_next(self) -> None:
         """Predict the layout with the lowest bound. If that bound does not include exchanges, put the layout back with
-        one that does. If many layouts were too large and none fits yet, first drop those that are too large even with
-        the smallest micro-batches."""
+        a bound that does. If many layouts were too large and none fits yet, first drop those that are too large even
+        with the smallest micro-batches."""
         option = self._options[0]
         none_fits = self._least_s == math.inf and self.refused[TOO_LARGE] >= MANY_TOO_LARGE
         if none_fits and self.least_bytes(option) > self._beyond_bytes:
