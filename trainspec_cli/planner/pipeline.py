@@ -514,11 +514,12 @@ def layers_per_rank(num_layers: int, layout: Layout) -> tuple[int, ...]:
 
 
 def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return each rank's actions in order: some forwards (the warm-up), then alternating forwards and backwards.
+    """Return each rank's actions in order: some forward passes (the warm-up), then alternating forward and backward
+    passes.
 
-    gpipe: all forwards, then all backwards (arXiv:1811.06965). 1f1b: a stage starts with as many forwards as there are
-    stages after it (arXiv:2006.09503). interleaved: 1F1B over chunks, with `pp` micro-batches of one chunk at a time
-    (arXiv:2104.04473, section 2.2). A single rank processes one micro-batch after another.
+    gpipe: all forward passes, then all backward passes (arXiv:1811.06965). 1f1b: a stage starts with as many forward
+    passes as there are stages after it (arXiv:2006.09503). interleaved: 1F1B over chunks, with `pp` micro-batches of
+    one chunk at a time (arXiv:2104.04473, section 2.2). A single rank processes one micro-batch after another.
     """
     return _actions(_schedule_of(layout), micro_batches)
 

@@ -172,7 +172,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def check_regular(path: Path) -> None:
-    """Raise the errors of `open_regular`, if any. Called before a library opens the file by name."""
+    """Raise the same errors as `open_regular`, if any. Called before a library opens the file by name."""
     open_regular(path).close()
 
 

@@ -262,7 +262,7 @@ def longest_s(own_s: float) -> float:
 def measure_passes(
     make_runs: Callable[[int], tuple[Run, ...]], sizes: Sequence[int] = ELEMENTS, bytes_each: int = 8
 ) -> Passes:
-    """Measure the curves of the forward and the backward pass, which `make_runs` returns for a size."""
+    """Measure the curves of the forward and backward passes, which `make_runs` returns for a size."""
     return Passes(
         forward=measure_curve(sizes, lambda size: make_runs(size)[0], bytes_each),
         backward=measure_curve(sizes, lambda size: make_runs(size)[1], bytes_each),
@@ -274,7 +274,7 @@ def measure_single(operation: str, dtype: torch.dtype) -> Curve:
 
 
 def passes(forward: Callable[..., Tensor], *inputs: Tensor) -> tuple[Run, Run]:
-    """Return functions for the forward and the backward pass. The graph is kept, so that the backward pass can be
+    """Return functions for the forward and backward passes. The graph is kept, so that the backward pass can be
     repeated."""
     out = forward(*inputs)
     gradient = torch.randn_like(out)

@@ -72,7 +72,7 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
         message = f"{reason}; `model.family` is {spec.model.family}"
         yield Problem("unsupported", message, "lora.rank", "set lora.rank=0")
     if pipeline_of(spec.layout).splits_backward:
-        got = f"adapters do not support the split backward of {spec.layout.pipeline_schedule}"
+        got = f"adapters do not support the split backward pass of {spec.layout.pipeline_schedule}"
         yield Problem("unsupported", got, "layout.pipeline_schedule", "set layout.pipeline_schedule=1f1b")
     if spec.precision.matmul == "fp8":
         message = "layers with adapters do not support fp8"

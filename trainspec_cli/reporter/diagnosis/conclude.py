@@ -309,7 +309,7 @@ WAITING = "waiting"
 class PlannedChange:
     change: str
     factors: Mapping[str, float]
-    """Factor on the time of each part of a step; parts that are not listed stay the same."""
+    """Factor applied to the time of each part of a step; parts that are not listed stay the same."""
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,8 @@ class Examined:
 
 def load(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Loaded:
     """Load the recipe of `recipe=NAME key=value ...`. Raises RecipeError with every problem and its line number, and
-    the errors of `with_counted_block`. A run that is only planned (not `to_run`) needs neither data on this machine nor
-    an engine that can run it."""
+    the same errors as `with_counted_block`. A run that is only planned (not `to_run`) needs neither data on this
+    machine nor an engine that can run it."""
     examined = examine(arguments, cwd, to_run=to_run)
     problems = examined.problems
     if not to_run:

@@ -91,7 +91,8 @@ def make_bundle(folder: Path, wanted: WantedBundle, on_progress: OnPart) -> tupl
     recipes need.
 
     Raises FileExistsError if another process has filled it in the meantime, MachineError for missing wheels or a full
-    disk, and the errors of `copy_run_files` and `download`. On any error, everything that was written is removed."""
+    disk, and the same errors as `copy_run_files` and `download`. On any error, everything that was written is
+    removed."""
     folder = folder.expanduser().resolve()
     launches: dict[str, tuple[str, ...]] = {}
     notes: list[str] = []

@@ -254,8 +254,8 @@ class Tape:
         kernels: tuple[Kernels, Kernels] | None = None,
     ) -> Value:
         """Record a new value computed from `inputs`, with a new gradient for each input in the backward pass.
-        `scratch`: additional bytes that are live during the forward and the backward pass, respectively. `kernels`:
-        those of the forward and the backward pass. By default, there is one for the result and one for each gradient,
+        `scratch`: additional bytes that are live during the forward and backward passes, respectively. `kernels`:
+        those of the forward and backward passes. By default, there is one for the result and one for each gradient,
         which also reads what was saved; a costly operation (a product or attention) has none."""
         out_bytes = elements * (self.width if width is None else width)
         if kernels is None and not costly:
