@@ -302,7 +302,7 @@ class Search:
     """Number of samples in the step that determines the ranking of layouts; None for the number in the run's first
     step."""
     slack: float = 1.0
-    """Factor on the limit: a layout that exceeds it by less than this factor may fit when counted exactly."""
+    """Factor applied to the limit: a layout that exceeds it by less than this factor may fit when counted exactly."""
     start_s: float = 0.0
     """Duration of a failed start in seconds, divided by the number of steps in the run."""
     refused: Counter[str] = field(default_factory=Counter)

@@ -199,7 +199,7 @@ class MeetingRules:
     return_s: float
     """How many seconds a restarted meeting waits for its members to connect."""
     change: float
-    """Maximum relative difference between the step times of sites that count as equally fast."""
+    """Maximum relative difference between the step times of sites that are treated as equally fast."""
 
 
 @dataclass(frozen=True)
