@@ -327,8 +327,8 @@ def kernels_of(device: str) -> Iterator[None]:
 
 class _FusedNorm(torch.autograd.Function):
     """Stands in for torch's `_fused_rms_norm` on CUDA, which has no fake version for a CPU, with the same shapes and
-    memory traffic. The kernel reads x and writes the result, like a copy; its backward reads dy and x and writes dx,
-    like an addition.
+    memory traffic. The kernel reads x and writes the result, like a copy; its backward pass reads dy and x and writes
+    dx, like an addition.
     """
 
     @staticmethod
