@@ -57,7 +57,7 @@ class LayoutMemory:
         return 2 * usual if wanted == AUTO else max(usual, int(wanted))
 
     def largest_micro_batch(self, setup: Setup) -> int:
-        """Return the largest micro-batch that fits, in samples, up to the recipe's limit."""
+        """Return the size, in samples, of the largest micro-batch that fits, up to the recipe's limit."""
         usual = int(setup.micro_batch_size)
         return largest_that_fits(
             usual, self.most_samples(setup), lambda size: self.fits(replace(setup, micro_batch_size=float(size)))

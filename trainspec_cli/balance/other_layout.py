@@ -86,9 +86,9 @@ class OtherLayouts:
         """Return the layout with the shortest expected step, if it is worth the change; None if there is no such
         layout, or if all ranks are equally fast.
 
-        `paces`: slowdown of each global rank's compute; the median, and paces within `scheduler.change` of it, count as
-        usual. `links`: slowdown of exchanges; by default they are as fast as planned. Savings that another layout would
-        also bring on equally fast ranks do not count, because the plan has already considered them."""
+        `paces`: slowdown of each global rank's compute; the median, and paces within `scheduler.change` of it, are
+        treated as usual. `links`: slowdown of exchanges; by default they are as fast as planned. Savings that another
+        layout would also bring on equally fast ranks do not count, because the plan has already considered them."""
         if self._spec.resilience.keeps_layout:
             return None  # replica groups and sites exchange parameters by their position, which depends on the layout
         relative = equalise_paces(paces, self._spec.scheduler.change)

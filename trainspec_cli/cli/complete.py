@@ -1,5 +1,5 @@
-"""`trainspec complete LINE`: print the possible last words of a command line, one per line. Shells call it whenever Tab
-is pressed.
+"""`trainspec complete LINE`: print the possible completions of a command line's last word, one per line. Shells call it
+whenever Tab is pressed.
 
 It must be fast, so it does not import typer, hydra or rich: options are read from the commands' source code, and keys
 from the recipe's dataclasses."""

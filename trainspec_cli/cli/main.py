@@ -49,7 +49,7 @@ _TRUNK = {
     "resume": Command("train", "continue a run from its newest checkpoint", takes_keys=True, takes_run=True),
     "stop": Command("train", "checkpoint and stop a run, from another terminal", takes_run=True),
     "plan": Command("plan", "rank the layouts of a run, and forecast its time and cost", takes_keys=True),
-    "budget": Command("plan", "compare buying with renting machines, for a portfolio of runs"),
+    "budget": Command("plan", "compare buying and renting machines for a portfolio of runs"),
     "backtest": Command("plan", "predict a table of measured runs, and show the errors"),
     "calibrate": Command("plan", "fit the planner to your own cluster, from a few measured steps", takes_keys=True),
     "runs": Command("look at runs", "list the runs of this folder"),
@@ -79,7 +79,7 @@ _ALL = _TRUNK | _OF_WINGS
 COMMANDS = {name: command for group in GROUPS for name, command in _ALL.items() if command.group == group}
 """The commands by name, in the order that the help lists them."""
 COMPLETE = "complete"
-"""Prints the possible last words of a command line, for shells (see `completion`)."""
+"""Prints the possible completions of a command line's last word, for shells (see `completion`)."""
 HELP_OPTIONS = ("--help", "-h", "help")
 
 

@@ -87,7 +87,7 @@ HangAfter = Annotated[
         "--hang-s",
         metavar="S",
         min=0,
-        help="Seconds without a step or other activity that count as a hang; 0: never.",
+        help="Seconds without a step or other activity after which the command is treated as hung; 0: never.",
         show_default=f"{HANG_S:g}; {SILENT_S:g} until a step is counted",
     ),
 ]

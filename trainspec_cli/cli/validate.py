@@ -1,4 +1,4 @@
-"""`trainspec validate`: find all problems in a recipe and, with --here, anything that this machine lacks for it."""
+"""`trainspec validate`: find all problems in a recipe and, with --here, anything that is missing on this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Here = Annotated[
 def validate(arguments: RecipeArguments, here: Here = False, as_json: AsJson = False) -> None:
     """Find all problems in a recipe: keys, types, sizes that do not divide evenly, missing files.
 
-    The first 16 MiB of each data source are read. With --here, also report anything that this machine lacks."""
+    The first 16 MiB of each data source are read. With --here, also report anything that is missing on this machine."""
     examined = examine(arguments)
     spec = examined.draft
     found = machine_of_draft(spec) if here else None

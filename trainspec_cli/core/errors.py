@@ -3,7 +3,7 @@
     TrainspecError
     ├── RecipeError        2   the recipe or the command line is wrong (carries every problem found)
     ├── PlanError          3   the plan cannot fit
-    ├── MachineError       4   the environment lacks something (a GPU, disk space, a package)
+    ├── MachineError       4   something is missing on the machine (a GPU, disk space, a package)
     ├── WorkerError        5   a worker failed
     ├── Stopped            6   stopped on request, after writing a checkpoint
     └── Interrupted      130   interrupted before a checkpoint was written
@@ -42,7 +42,7 @@ class Problem:
     excerpt: str = ""
     """The text of that line or argument, for display."""
     environment: bool = False
-    """True if the recipe is valid but the machine lacks something."""
+    """True if the recipe is valid but something is missing on the machine."""
 
     def as_json(self) -> JsonObject:
         fields = asdict(self)
@@ -103,7 +103,7 @@ EXIT_CODES = {
     EXIT_DONE: "done",
     RecipeError.exit_code: "the recipe or the command line is wrong",
     PlanError.exit_code: "the plan cannot fit",
-    MachineError.exit_code: "the environment lacks something",
+    MachineError.exit_code: "something is missing on the machine",
     WorkerError.exit_code: "a worker failed",
     Stopped.exit_code: "stopped on request with a checkpoint written",
     Interrupted.exit_code: "interrupted before the first checkpoint",

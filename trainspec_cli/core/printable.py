@@ -71,7 +71,7 @@ class PrintableStream:
         # Only the program knows this stream's escape, so a colour code in any other text is shown as text.
         safe = "\x1b".join(map(printable, text.split(self.escape)))
         encoding = self.rich_proxied_file.encoding or "utf-8"
-        # A character that the terminal's encoding lacks must not make a command fail.
+        # A character that the terminal's encoding does not support must not make a command fail.
         self.rich_proxied_file.write(safe.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 PACE = "pace"
-"""Name of the factor on all step times of the cluster, regardless of what limits them."""
+"""Name of the factor applied to all step times of the cluster, regardless of what limits them."""
 NINE_IN_TEN = 1.645
 """Number of standard deviations on either side of the mean that contain 90% of a normal distribution."""
 STEP = 0.02

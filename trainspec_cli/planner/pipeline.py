@@ -382,8 +382,9 @@ def cut_by_times(
     `room`.
 
     `speeds`: relative speeds of the pipeline ranks (equal by default); a rank at half speed takes twice as long.
-    `equal`: heaviest ranks that differ by less than this fraction count as equal. Among equal splits, the one closest
-    to the even split is chosen. Models with only one kind of layer therefore keep the even split if it is equally good.
+    `equal`: heaviest ranks that differ by less than this fraction are treated as equal. Among equal splits, the one
+    closest to the even split is chosen. Models with only one kind of layer therefore keep the even split if it is
+    equally good.
 
     The result is exact (up to `equal`) with one stage per rank. With several (interleaved, zbv), it is within 5% of the
     best, and usually exact. Raises ValueError if there are fewer layers than stages, or if `speeds` does not have one
@@ -409,7 +410,7 @@ def rank_times_s(times: LayerTimes, counts: Sequence[int], layout: Layout, speed
 
 
 def _cut_alike(problem: CutProblem, even: Borders) -> Counts | None:
-    """Return the exact split for equal layers, with any number of stages per rank: only the numbers of layers matter.
+    """Return the exact split for equal layers, with any number of stages per rank: only the layer counts matter.
 
     It moves a layer from the heaviest rank to the rank that would be lightest with it, as long as that rank stays
     lighter than the heaviest. If a lighter split exists, it gives some rank more layers than now, so that rank can take
@@ -513,11 +514,12 @@ def layers_per_rank(num_layers: int, layout: Layout) -> tuple[int, ...]:
 
 
 def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return each rank's actions in order: some forwards (the warm-up), then alternating forwards and backwards.
+    """Return each rank's actions in order: some forward passes (the warm-up), then alternating forward and backward
+    passes.
 
-    gpipe: all forwards, then all backwards (arXiv:1811.06965). 1f1b: a stage starts with as many forwards as there are
-    stages after it (arXiv:2006.09503). interleaved: 1F1B over chunks, with `pp` micro-batches of one chunk at a time
-    (arXiv:2104.04473, section 2.2). A single rank processes one micro-batch after another.
+    gpipe: all forward passes, then all backward passes (arXiv:1811.06965). 1f1b: a stage starts with as many forward
+    passes as there are stages after it (arXiv:2006.09503). interleaved: 1F1B over chunks, with `pp` micro-batches of
+    one chunk at a time (arXiv:2104.04473, section 2.2). A single rank processes one micro-batch after another.
     """
     return _actions(_schedule_of(layout), micro_batches)
 
@@ -699,8 +701,8 @@ def _fill_bubbles(stages: tuple[tuple[int, ...], ...], micro_batches: int) -> tu
     gradients) takes one tick.
 
     `stages`: the stages of each rank. In each tick, a rank computes an input gradient that others are waiting for,
-    otherwise a forward, otherwise a weight pass. The number of micro-batches in flight on its first chunk is at most
-    the number of ranks, so it needs no more memory than the most memory-intensive stage of 1F1B.
+    otherwise a forward pass, otherwise weight gradients. The number of micro-batches in flight on its first chunk is at
+    most the number of ranks, so it needs no more memory than the most memory-intensive stage of 1F1B.
     """
     num_stages = sum(map(len, stages))
     forwards = [0] * num_stages  # number of micro-batches that have finished the pass, per stage

@@ -250,7 +250,7 @@ def _divide(total: int, part: int, path: str, what: str) -> int:
 
 
 def relative_times(model: ModelSpec, tokens: float, seq_len: int, layout: Layout) -> LayerTimes:
-    """Return the layers' forward FLOPs in place of times; the backward pass is proportional to the forward pass in
+    """Return the layers' forward FLOPs instead of times; the backward pass is proportional to the forward pass in
     every layer."""
     layers = layer_works(model, tokens, seq_len, layout)
     kinds = {id(works): sum(work.flops for work in works) for works in layers}

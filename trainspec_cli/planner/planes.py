@@ -305,8 +305,8 @@ def dips_per_s(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> flo
 
 
 def dip_share(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> float:
-    """Return the fraction of a run's time that these failures cost. During each one, the slowest NIC lacks a plane
-    until the link is repaired and probed.
+    """Return the fraction of a run's time that these failures cost. During each one, the slowest NIC is without one
+    plane until the link is repaired and probed.
 
     Overlapping dips are counted separately, which overestimates their cost."""
     one_s = simulate(spec, nics, [Failure("port", 0.0, spec.flap_s)]).lost_s

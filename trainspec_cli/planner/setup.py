@@ -124,8 +124,8 @@ class Setup:
     """Bytes per trained parameter that an outer optimizer keeps."""
     tabled: bool = False
     """True if this is a row in a table of measured runs, timed in the same way as when the efficiencies were fitted.
-    The positions of the layer kinds are then unknown, so each layer counts as the average, and full recomputation
-    includes the head."""
+    The positions of the layer kinds are then unknown, so each layer is treated as an average one, and full
+    recomputation includes the head."""
 
     @property
     def group_layout(self) -> Layout:

@@ -294,7 +294,7 @@ def _block_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
 
 
 def _outside_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
-    """Return the times in seconds (forward, backward) of embedding, last norm, head and loss. The loss computes its
+    """Return the times in seconds (forward, backward) of the embedding, last norm, head and loss. The loss computes its
     gradients in the forward pass; the backward pass scales them."""
     model = _decoder(plan)
     tokens = micro_tokens(plan)
@@ -376,7 +376,8 @@ def _reduce_s(chosen: WireFormat, values: float, full_bytes: float, probe: Machi
 
 
 def tensor_bytes(plan: Plan) -> dict[str, float]:
-    """Return the bytes, by cause, that do not depend on the machine and are therefore known without a probe."""
+    """Return the memory in bytes, by cause, that does not depend on the machine and is therefore known without a
+    probe."""
     found = {"parameters": parameter_bytes(plan), **step_bytes(plan), "checkpoint copy": copy_bytes(plan)}
     if kept := feedback_bytes(_decoder(plan), plan.as_one_group.layout, plan.comm):
         found["error feedback"] = kept

@@ -455,7 +455,10 @@ def _unknown_key(cls: type, key: str, path: str, value: object, former: Former |
     kinds = sections_of(hints_of(RunSpec).get(path[:-1]))
     having = [kind for kind in kinds if key in map(key_of, dataclasses.fields(kind))]
     if families := [str(family) for kind in having for family in choices_of(hints_of(kind).get("family"))]:
-        hint = f"the family {_join_or(families)} has this key: `trainspec list {path[:-1]}` shows each option's family"
+        hint = (
+            f"this key exists only if `family` is {_join_or(families)}: "
+            f"`trainspec list {path[:-1]}` shows each option's family"
+        )
         if families == ["own"]:
             hint = f"set {path[:-1]}=own too"
         return Problem("unknown_key", f"unknown key `{path}{key}`", f"{path}{key}", hint)

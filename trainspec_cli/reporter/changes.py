@@ -64,8 +64,8 @@ def advises_shares(event: DirectiveEvent) -> bool:
 
 
 def keeps_shares(event: DirectiveEvent) -> bool:
-    """Return whether advice on sample shares withdraws earlier advice. A run that only receives advice still has even
-    shares, so advice to keep them withdraws it."""
+    """Return whether this advice on sample shares cancels earlier advice. A run that only receives advice still has
+    even shares, so advice to keep them cancels it."""
     return advises_shares(event) and max(event.counts) - min(event.counts) <= 1
 
 

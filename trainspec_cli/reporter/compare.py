@@ -18,7 +18,8 @@ MOST_RUNS = len(ascii_uppercase)
 
 
 def comparison_as_json(reports: Sequence[Report]) -> list[JsonObject]:
-    """Return the comparison as JSON. `values`: the recipe values that differ. Metrics that a run lacks are null."""
+    """Return the comparison as JSON. `values`: the recipe values that differ. Metrics that are missing from a run are
+    null."""
     found: list[JsonObject] = []
     for report, values in zip(reports, _differing_values(reports), strict=True):
         heldout = _heldout(report)

@@ -103,8 +103,8 @@ def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[Ru
 
 
 def differing(specs: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return, for each flat recipe, the values that are not the same in all recipes. Left out are the keys of `run`,
-    and keys that some recipes lack because another version wrote them."""
+    """Return, for each flat recipe, the values that are not the same in all recipes. Excludes the keys of `run`, and
+    keys that are missing from some recipes because another version wrote them."""
     shared = [key for key in (specs[0] if specs else {}) if all(key in spec for spec in specs)]
     keys = [key for key in shared if any(spec[key] != specs[0][key] for spec in specs) and not key.startswith("run.")]
     return [{key: spec[key] for key in keys} for spec in specs]

@@ -321,7 +321,7 @@ def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) ->
 
 def measure_kernels(plan: Plan, machine: Machine, on_start: Callable[[], None], *, again: bool = False) -> KernelTable:
     """Return the cached table, or measure now. `on_start` is called before a measurement. In a multi-node run, this
-    node measures for all nodes. Raises the errors of `probe_machine`."""
+    node measures for all nodes. Raises the same errors as `probe_machine`."""
     path = table_path(plan, machine)
     cached = None if again else read_table(path)
     if cached is not None:

@@ -264,7 +264,7 @@ def test_a_stage_with_more_layers_is_unbalanced():
         telemetry.slow(rank, 1.6, first=0)
     verdict = heaviest(telemetry)
     assert (verdict.cause, verdict.rank) == ("unbalanced_stage", 4)
-    assert verdict.evidence[0].startswith("stage 2 (rank 4, 5) computes")
+    assert verdict.evidence[0].startswith("stage 2 (rank 4, 5) takes")
 
 
 @pytest.mark.parametrize("stages", [1, 2])

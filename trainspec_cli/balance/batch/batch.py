@@ -215,8 +215,8 @@ class NoiseMeasurement:
 
 @dataclass(frozen=True)
 class PartSquares:
-    """Squared norms of one step's gradient before clipping, for parameters with the same division of the samples into
-    parts."""
+    """Squared norms of one step's gradient before clipping, for parameters whose samples are split into parts in the
+    same way."""
 
     weighted_square: float
     """Sum of w_i |g_i|^2 over the parts, with g_i the mean gradient of a part and w_i its fraction of the step."""

@@ -418,8 +418,8 @@ class LayerScheduler:
         patience_s: float = 0.0,
     ):
         """`times`: planned times, in any unit. `most_layers`: maximum number of layers per pipeline rank. `change`:
-        ranks whose speeds differ from the median by at most this fraction count as equally fast. `patience_s`: see
-        SkiRental."""
+        ranks whose speeds differ from the median by at most this fraction are treated as equally fast. `patience_s`:
+        see SkiRental."""
         self._layout = layout
         self._times = times
         self._change = change

@@ -27,8 +27,8 @@ RECENT_SAMPLES = 25
 """A drift that no single sample reveals is detected by comparing two medians: that of the recent samples, and that of
 the first `REMEMBERED_SAMPLES` samples since the last change."""
 DRIFT_FACTOR = 5.0
-"""A difference of this many standard errors counts as a drift. The standard error of a median is 1.2533 deviations /
-sqrt(n)."""
+"""A difference of this many standard errors is treated as a drift. The standard error of a median is 1.2533 deviations
+/ sqrt(n)."""
 TIMED_EXCHANGES = 4
 """Maximum number of exchanges per axis that are timed in a sampled step. They are spread over the step."""
 COST_SHARE = 1e-3

@@ -88,7 +88,7 @@ class ShareScheduler:
         keeps_micro_batches: bool = False,
         patience_s: float = 0.0,
     ):
-        """`change`: ranks whose times differ from the median by at most this fraction count as equally fast.
+        """`change`: ranks whose times differ from the median by at most this fraction are treated as equally fast.
 
         `keeps_micro_batches`: the result of a step depends on which samples share a micro-batch (batch norm).
         `patience_s`: see SkiRental.
@@ -199,7 +199,7 @@ def samples_per_s(speeds: Sequence[Speed | None]) -> float:
 
 def group_weights(rates: Sequence[float], change: float) -> tuple[float, ...]:
     """Return each replica group's share of the samples, based on its samples per second. Groups that differ by at most
-    the fraction `change` count as equally fast. A rate of 0 means unknown, and counts as the median rate.
+    the fraction `change` are treated as equally fast. A rate of 0 means unknown, and is treated as the median rate.
     """
     known = [rate for rate in rates if rate > 0]
     usual = median(known) if known else 1.0

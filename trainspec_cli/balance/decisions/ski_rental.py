@@ -48,7 +48,7 @@ class SkiRental(Generic[Choice]):
         remaining_steps: float = inf,
         step_s: float = 0.0,
     ) -> bool:
-        """Record `steps` steps of `step_s`, each of which would have taken `saved_s` less with the wanted change.
+        """Record `steps` steps of `step_s`, each of which would have taken `saved_s` less with the desired change.
 
         Return True if it is time to make the change: `cost_s` has been lost without it, and the remaining steps recover
         that cost."""

@@ -39,7 +39,7 @@ STEEP = 1.35
 """A change by more than this factor is detected within `CONFIRMING_STEPS` steps, even while a speed is being learnt. If
 steps vary by 5%, every change by a factor of 1.5 or more is detected, and noise never is."""
 EARLY_NOISE = 1 - 1 / STEEP
-"""Noise assigned to a speed that is not settled, so that ranks count as equally fast up to the factor `STEEP`."""
+"""Noise assigned to a speed that is not settled, so that ranks are treated as equally fast up to the factor `STEEP`."""
 SEPARABLE = 0.25
 """The fixed part of a micro-batch's time is fitted only to two sizes that differ by at least this fraction. If they
 were closer, noise would be mistaken for a fixed part."""

@@ -84,7 +84,7 @@ class ClosedFileError(UnreadableFileError, PermissionError):
 def unreadable(
     path: Path | str, why: str, hint: str = "", *, line: int | None = None, column: int | None = None
 ) -> UnreadableFileError:
-    """Return an error that says that `path` cannot be read; `why` states the reason."""
+    """Return an error stating that `path` cannot be read; `why` states the reason."""
     return UnreadableFileError(
         Problem(
             code="unreadable_file",
@@ -172,12 +172,12 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def check_regular(path: Path) -> None:
-    """Raise the errors of `open_regular`, if any. Called before a library opens the file by name."""
+    """Raise the same errors as `open_regular`, if any. Called before a library opens the file by name."""
     open_regular(path).close()
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a file of at most `max_bytes`. Raises the errors of `open_regular`."""
+    """Return the content of a file of at most `max_bytes`. Raises the same errors as `open_regular`."""
     try:
         with open_regular(path) as file:
             # The reported size cannot be trusted: files below /proc report 0, and other files may grow in the meantime.
@@ -192,7 +192,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Return a file's UTF-8 text without the byte order mark. Raises the errors of `open_regular`."""
+    """Return a file's UTF-8 text without the byte order mark. Raises the same errors as `open_regular`."""
     content = read_bytes(path, max_bytes)
     try:
         return content.decode().removeprefix("\ufeff")
@@ -203,7 +203,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def parse_json(text: str | bytes) -> JsonValue:
-    """Parse JSON. Raises ValueError (JSONDecodeError if it is not JSON), which describes the mistake."""
+    """Parse JSON. Raises a ValueError that describes the mistake (a JSONDecodeError if the input is not JSON)."""
     try:
         content: JsonValue = json.loads(text, parse_int=parse_whole)
     except RecursionError as error:
@@ -229,7 +229,7 @@ def read_json(path: Path) -> JsonValue:
 
 
 def read_object(path: Path) -> JsonObject:
-    """Return the JSON object in `path`. Raises the errors of `read_json`."""
+    """Return the JSON object in `path`. Raises the same errors as `read_json`."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise unreadable(path, f"holds {show_kind(content)}; expected a JSON object")

@@ -99,8 +99,8 @@ def read_yaml(path: Path) -> JsonValue:
 
 
 def read_versioned_yaml(path: Path) -> JsonValue:
-    """Return the content of a file in any version that this trainspec reads, without the version. Raises the errors of
-    `read_yaml`, and UnreadableFileError if the file was written by a newer trainspec."""
+    """Return the content of a file in any version that this trainspec reads, without the version. Raises the same
+    errors as `read_yaml`, and UnreadableFileError if the file was written by a newer trainspec."""
     content = read_yaml(path)
     if not isinstance(content, dict):
         return content

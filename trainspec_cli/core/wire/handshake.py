@@ -68,8 +68,8 @@ class Answer:
 
 
 def connect(address: tuple[str, int] | str, secret: bytes, purpose: str) -> socket.socket:
-    """Return an authenticated connection to a port of a host, or to the path of a Unix socket. Raises the errors of
-    `prove_to`."""
+    """Return an authenticated connection to a port of a host, or to the path of a Unix socket. Raises the same errors
+    as `prove_to`."""
     if isinstance(address, str):
         connection = socket.socket(socket.AF_UNIX)
     else:

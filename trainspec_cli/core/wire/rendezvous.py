@@ -28,7 +28,7 @@ class SetKey:
 
 @dataclass(frozen=True)
 class AddToKey:
-    """Add to a key's value, an integer in decimal digits; an absent key counts as 0."""
+    """Add to a key's value, an integer in decimal digits; an absent key is treated as 0."""
 
     key: str
     amount: int

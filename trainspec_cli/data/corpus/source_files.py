@@ -43,7 +43,7 @@ def find_files(data: DataSpec) -> list[Path]:
         files = [file for file in _walk(root, ".py", STDLIB_LEFT_OUT) if not file.name.startswith("_sysconfigdata")]
         if not files:
             raise MachineError(
-                f"{root} has no Python source: this installation lacks the source files of the standard library",
+                f"{root} has no Python source: this installation does not include the standard library's source files",
                 code="no_python_stdlib",
                 hint="train on your own text: data=text data.path=FOLDER",
             )

@@ -138,8 +138,8 @@ def _read_chat(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Docum
 def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSpec) -> str:
     """Return the text field of one line or row."""
     if data.text_field not in record:
-        # If the first record lacks the field, the entire file has another format, and all other records would have the
-        # same mistake.
+        # If the first record does not have the field, the entire file has another format, and all other records would
+        # have the same mistake.
         fields = excerpt(", ".join(map(str, record)), 200) or "none"
         try:
             hint = f"set data=chat: these are conversations ({find_format(record)})"

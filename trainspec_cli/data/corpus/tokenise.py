@@ -243,7 +243,8 @@ class XzMeter:
             self._xz_bytes += len(self._compressor.compress(text))
 
     def finish(self) -> float | None:
-        """Return the bits per byte of all text added so far; None if Python lacks lzma or nothing was added."""
+        """Return the bits per byte of all text added so far; None if Python was built without lzma, or if nothing was
+        added."""
         if self._compressor is None or not self._text_bytes:
             return None
         self._xz_bytes += len(self._compressor.flush())

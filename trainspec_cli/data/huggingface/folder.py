@@ -83,8 +83,8 @@ def find_faults(entries: Mapping[str, StoredTensor], model: DecoderModel, folder
 def compare_tensors(
     wanted: Mapping[str, Shape], shapes: Mapping[str, Shape], allowed: Collection[str], folder: Path
 ) -> list[Problem]:
-    """List the tensors that `folder` lacks, those that are neither wanted nor `allowed`, and those with wrong
-    shapes."""
+    """List the tensors that are missing from `folder`, those that are neither wanted nor `allowed`, and those with
+    wrong shapes."""
     missing = [name for name in wanted if name not in shapes]
     extra = [name for name in shapes if name not in wanted and name not in allowed]
     misshapen = [

@@ -113,7 +113,7 @@ def _match(
 
 
 # The parts of another project's tensors that make up Hugging Face's tensors, regardless of how that project's files
-# divide them into boxes.
+# divide them into rectangular pieces.
 
 
 def select(

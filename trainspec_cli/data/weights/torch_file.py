@@ -388,7 +388,7 @@ class Checkpoint:
             ends = [start + size for start, size in zip(part.start, part.held.shape, strict=True)]
             is_within &= len(ends) == len(shape) and all(end <= most for end, most in zip(ends, shape, strict=False))
         if not parts or not whole.is_whole or not is_within:
-            raise damaged(self._file, f"does not hold the whole of {name}: its parts do not make up its shape")
+            raise damaged(self._file, f"does not contain all of {name}: the parts do not cover its full shape")
         return whole
 
     def _part(self, name: str, start: Shape, size: Shape) -> Part:

@@ -43,7 +43,7 @@ NO_STEP, LARGEST_STEP, NOT_FINITE = 0, 254, 255
 non-finite values."""
 STEPS_OF_AN_OCTAVE = 8
 TOO_SMALL = torch.finfo(torch.float32).tiny
-"""Scales below this count as 0, because dividing by them may overflow."""
+"""Scales below this are treated as 0, because dividing by them may overflow."""
 
 
 class Codec(Protocol):

@@ -48,7 +48,7 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup, **op
     `output`.
 
     On gloo, the ranks exchange rows, and each sums its row in fp32, in rank order. gloo's own reduce-scatter is an
-    all-reduce that sends twice the bytes and sums in an order that depends on a value's position in the message.
+    all-reduce that sends twice as many bytes and sums in an order that depends on a value's position in the message.
     """
     if is_on_gloo(group):
         start_reduce_scatter(output, whole, group)()

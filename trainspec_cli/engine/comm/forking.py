@@ -200,7 +200,7 @@ class Background:
             raise error
 
     def take_error(self) -> BaseException | None:
-        """Return the first error, which then counts as handled."""
+        """Return the first error, which is then considered handled."""
         error = self._error
         self._error = None
         if self._unheard is not None:

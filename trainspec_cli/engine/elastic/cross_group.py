@@ -132,7 +132,7 @@ class CrossGroupComm:
             self._own.eager_connect_single_device(device)
 
     def close(self) -> None:
-        """End all exchanges, including those in other threads, and close the connections, which waiting peers detect
+        """End all exchanges, including those in other threads, and close the connections; waiting peers detect this
         immediately. Raises RuntimeError if the device's backend cannot end its collectives; the process must then
         end."""
         own = self._own
@@ -168,7 +168,7 @@ class CrossGroupComm:
                     raise RuntimeError("a replica group has closed its connection during an exchange between devices")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        self._host_group()  # aborted work counts as completed
+        self._host_group()  # aborted work is reported as completed
         work.wait()  # raises a failed collective's error; makes the current stream wait for the collective
 
     def sum_(self, tensor: Tensor) -> None:
@@ -319,7 +319,8 @@ class GradientPackets:
         self._await_sums = await_sums
         shares = [share for packet in ordered for share in packet.shares]
         self._left: dict[int, int] = {}
-        """Number of exchanges within the group that each share's gradient is still waiting for; empty between steps."""
+        """For each share, the number of exchanges within the group that its gradient still needs; empty between
+        steps."""
         self._next = len(ordered)
         """Index of the next packet to send."""
         self._hooks = [

@@ -210,8 +210,8 @@ def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def dice(weights: Tensor, labels: Tensor, smooth: float) -> Tensor:
     """Return 2 |A and B| / (|A| + |B|), averaged over all classes except the background: weights (B, K, ...) -> (B,).
 
-    A class that is neither present nor predicted counts as 1. `smooth` voxels are added to numerator and denominator to
-    keep the gradient finite.
+    A class that is neither present nor predicted has a Dice of 1. `smooth` voxels are added to numerator and
+    denominator to keep the gradient finite.
     """
     wanted = F.one_hot(labels, weights.shape[1]).movedim(-1, 1)
     weights, wanted = weights[:, 1:].flatten(2), wanted[:, 1:].flatten(2).to(weights.dtype)

@@ -116,8 +116,8 @@ class BatchNorm(nn.Module):
 def update_statistics(norms: Sequence[BatchNorm]) -> None:
     """Update the running statistics with those of the micro-batches since the last update.
 
-    All norms are updated together: with kernels of its own, each norm would wait longer for their launches than for
-    their work.
+    All norms are updated together: with separate kernels, each norm would wait longer for their launches than for their
+    work.
     """
     running = [norm.running_mean for norm in norms] + [norm.running_variance for norm in norms]
     for seen in zip(*(norm.seen for norm in norms), strict=True):

@@ -133,7 +133,7 @@ class UnixClock:
 
 
 class StepClock:
-    """Measures times in the device's current stream, which is the compute stream of training."""
+    """Measures time on the device's current stream, which is the training compute stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -277,7 +277,7 @@ class Segments:
 
     def starved_s(self) -> float | None:
         """Return how long the device waited, in passes and optimizer, because the host had not queued enough work. A
-        part counts as such a wait if the device has nothing left to do at its end. None on a CPU."""
+        part is treated as such a wait if the device has nothing left to do at its end. None on a CPU."""
         if not self.queued_at:
             return None
         self.wait()

@@ -417,9 +417,9 @@ def matmul_flops(
 def quickest_s(
     call: Callable[[], Any], device: torch.device, rounds: int, round_s: float = 0.0, limit_s: float = math.inf
 ) -> float:
-    """Return the seconds per call in the fastest round, after one warm-up call. A round repeats the call for `round_s`
-    seconds, but at least once. Taking the fastest round limits the effect of load from other programs. After `limit_s`,
-    no further round begins."""
+    """Return the time per call, in seconds, in the fastest round, after one warm-up call. A round repeats the call for
+    `round_s` seconds, but at least once. Taking the fastest round limits the effect of load from other programs. After
+    `limit_s`, no further round begins."""
 
     def reached() -> Mark:
         now = mark(on_gpu=on_chip(device))

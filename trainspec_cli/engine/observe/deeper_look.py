@@ -149,7 +149,7 @@ class StepsInView:
 
     def __init__(self, device: torch.device):
         began_s = time.perf_counter()
-        # torch.profiler.profile would import all of torch._inductor first, which takes seconds
+        # torch.profiler.profile would first import all of torch._inductor, and that takes seconds
         use_device = device.type if KINDS[device.type].is_profiled else None
         self._profile = profiler.profile(use_cpu=True, use_device=use_device)
         self._profile.__enter__()

@@ -151,7 +151,7 @@ TRACKERS: dict[str, Callable[[RunDir, RunSpec], Tracker]] = {
 
 
 class Journal:
-    """One rank's events, each rank in a separate file. Rank 0's file is the run's log, and its events also go to the
+    """One rank's events; each rank has its own file. Rank 0's file is the run's log, and its events also go to the
     trackers.
 
     With several replica groups, each process writes to a file of its group, and rank 0 of the leading group also writes

@@ -193,7 +193,7 @@ class StepWatch(threading.Thread):
                 self._end(WorkerError.exit_code)
 
     def _late_step(self, kind: Callable[..., Late], waited_s: float, **own: float) -> Late:
-        """Return an event that says where this rank hangs."""
+        """Return an event that states where this rank is hanging."""
         place = vars(whereabouts(self._main))
         return kind(step=self._step + 1, waited_s=waited_s, host=socket.gethostname(), **place, **own)
 

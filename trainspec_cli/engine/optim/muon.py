@@ -3,9 +3,9 @@
 The momentum of each matrix inside a block is orthogonalised by Newton-Schulz steps, and scaled so that an update has
 the root mean square of a typical AdamW update. All other parameters are trained with AdamW, with the same learning rate
 and weight decay. Newton-Schulz steps need full matrices. If matrices are split over ranks, each rank gathers some full
-matrices, and later sends their parts back. Stacked experts count as separate matrices. Small matrices of the same shape
-are multiplied in one batch: on a core with AMX, six layers of 256 x 704 take 42 ms, compared with 55 ms one by one. The
-steps are computed in bf16 on a GPU, and in the run's format on a CPU (in fp32, the example takes 180 ms).
+matrices, and later sends their parts back. Stacked experts are treated as separate matrices. Small matrices of the same
+shape are multiplied in one batch: on a core with AMX, six layers of 256 x 704 take 42 ms, compared with 55 ms one by
+one. The steps are computed in bf16 on a GPU, and in the run's format on a CPU (in fp32, the example takes 180 ms).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon(GuardedOptimizer):
-    """Updates with Muon the parameter groups that have its rule. `shares`: this rank's shares of these groups'
+    """Applies Muon to the parameter groups that have its rule. `shares`: this rank's shares of these groups'
     parameters, in order."""
 
     def __init__(

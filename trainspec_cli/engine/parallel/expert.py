@@ -98,7 +98,7 @@ def read_splits(counts_nL: Tensor, came_nL: Tensor, _copies: int) -> Splits:
 
 
 def even_splits(counts_nL: Tensor, _came_nL: Tensor, copies: int) -> Splits:
-    """Return the numbers of copies if all ranks got the same number."""
+    """Return the copy counts if they are the same on all ranks."""
     even = [copies // len(counts_nL)] * len(counts_nL)
     return even, even
 

@@ -96,7 +96,7 @@ class Checkpoints:
         restored = load_newest(self._run.run_dir, state.held, state.device, self._memory)
         if restored:
             if len(state.compression.feedbacks) > restored.feedback:
-                lost = "the checkpoint lacks compression errors for this layout: error feedback starts from zero"
+                lost = "the checkpoint has no compression errors for this layout: error feedback starts from zero"
                 self._warn(restored.manifest.step, lost)
             self._cadence.start_at(restored.manifest.step)
             if restored.slot is None:
@@ -325,7 +325,8 @@ class Cadence:
         mtbf_s = rollback_mtbf_s(plan.spec.resilience, reliability, any_s, plan.replica_groups)
         running_s = 0.0 if self._launched_at is None else max(0.0, time.time() - self._launched_at)
         observed_s = self._earlier_s + running_s
-        # Only a failure of all replica groups at once causes a rollback, which the marks do not show.
+        # With replica groups, only a failure of all of them at once causes a rollback, and the marks do not show such
+        # failures.
         counts = bool(self._failures) and mtbf_s == any_s
         if counts:
             mtbf_s = updated_mtbf_s(mtbf_s, self._failures, observed_s)

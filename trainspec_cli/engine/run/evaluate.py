@@ -196,7 +196,7 @@ class HeldoutWatch:
 
 
 RISES = 2
-"""The loss counts as rising after this number of consecutive evaluations, each worse than the previous one,"""
+"""The loss is treated as rising after this number of consecutive evaluations, each worse than the previous one,"""
 MARGIN = 1.01
 """if the last loss also exceeds the best one by this factor."""
 

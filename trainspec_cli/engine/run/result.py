@@ -67,7 +67,7 @@ class Divergence:
             self._raise([f"{what} for {self._max_skipped_steps} steps in a row, up to step {step}"], step)
 
     def check_end(self, step: int, tally: RunTally, held: Held) -> None:
-        """Raise the error if the run has made all its steps, up to `step`, but the model is not usable."""
+        """Raise the error if the run has taken all its steps, up to `step`, but the model is not usable."""
         events = tally.steps
         if all(
             event.skipped for event in events

@@ -411,7 +411,7 @@ class Trainer:
             self.journal.write(SampleEvent(step=self.progress.step, prompt=sample.prompt, text=sample.text))
 
     def _end(self) -> None:
-        """Raise WorkerError, without writing a checkpoint, if all steps have been made but the model is not usable."""
+        """Raise WorkerError, without writing a checkpoint, if all steps have been taken but the model is not usable."""
         if not self._is_last_step:
             self._checkpoint_last()
             self._finish("stopped")

@@ -330,8 +330,8 @@ class Workload:
 
 
 def try_kernels(kernels: Mapping[str, Kernel], workload: Workload) -> dict[str, KernelTrial]:
-    """Try all of `kernels`, which include torch's default. A kernel that raises an error counts as failed. A kernel
-    with a wrong result is not timed."""
+    """Try all of `kernels`, which include torch's default. A kernel that raises an error is recorded as failed. A
+    kernel with a wrong result is not timed."""
     default_error = workload.error_of(kernels[TORCH])
     allowed = max(torch.finfo(workload.dtype).eps + SUM_ERROR, 2 * default_error)
     trials: dict[str, KernelTrial] = {}

@@ -161,8 +161,8 @@ class SmallRun:
         self.grown_bytes = own_bytes() - before_bytes
 
     def run(self, steps: int) -> None:
-        """Run some steps. The first step after a pause has cold caches and late peers. It does not count, unless steps
-        are so long that it is the only one."""
+        """Run some steps. The first step after a pause has cold caches and late peers. It is not counted unless steps
+        take so long that it is the only one."""
         dist.barrier()
         if not self.is_long:
             self._step()
@@ -234,7 +234,7 @@ Run = Callable[[], Any]
 
 
 def call_s(runs: Sequence[Run]) -> float:
-    """Return the seconds per call in the fastest round; the calls take turns."""
+    """Return the time per call, in seconds, in the fastest round; the calls take turns."""
     runs[0]()
     dist.barrier()
     turns = cycle([*runs[1:], runs[0]])
@@ -262,7 +262,7 @@ def longest_s(own_s: float) -> float:
 def measure_passes(
     make_runs: Callable[[int], tuple[Run, ...]], sizes: Sequence[int] = ELEMENTS, bytes_each: int = 8
 ) -> Passes:
-    """Measure the curves of the forward and the backward pass, which `make_runs` returns for a size."""
+    """Measure the curves of the forward and backward passes, which `make_runs` returns for a size."""
     return Passes(
         forward=measure_curve(sizes, lambda size: make_runs(size)[0], bytes_each),
         backward=measure_curve(sizes, lambda size: make_runs(size)[1], bytes_each),
@@ -274,7 +274,7 @@ def measure_single(operation: str, dtype: torch.dtype) -> Curve:
 
 
 def passes(forward: Callable[..., Tensor], *inputs: Tensor) -> tuple[Run, Run]:
-    """Return functions for the forward and the backward pass. The graph is kept, so that the backward pass can be
+    """Return functions for the forward and backward passes. The graph is kept, so that the backward pass can be
     repeated."""
     out = forward(*inputs)
     gradient = torch.randn_like(out)

@@ -294,7 +294,8 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
 
 
 def axes_of_groups(state: TrainState) -> dict[str, str]:
-    """Return the mesh axes by process group name. Parameter sharding and summing over replicas count as two axes."""
+    """Return the mesh axes by process group name. Parameter sharding and summing over replicas are treated as two
+    axes."""
     mesh = state.mesh
     lines = state.stages.lines
     groups = {axis: mesh.group(axis) for axis in MESH_AXES}
@@ -326,8 +327,8 @@ def kernels_of(device: str) -> Iterator[None]:
 
 class _FusedNorm(torch.autograd.Function):
     """Stands in for torch's `_fused_rms_norm` on CUDA, which has no fake version for a CPU, with the same shapes and
-    memory traffic. The kernel reads x and writes the result, like a copy; its backward reads dy and x and writes dx,
-    like an addition.
+    memory traffic. The kernel reads x and writes the result, like a copy; its backward pass reads dy and x and writes
+    dx, like an addition.
     """
 
     @staticmethod
@@ -362,7 +363,7 @@ STAND_INS: dict[tuple[Any, str], Callable[..., Any]] = {
 
 
 def traced_micro_batches(plan: Plan) -> tuple[int, ...]:
-    """Return the numbers of micro-batches to trace: the step's number or, if it is large, two smaller numbers that fill
+    """Return the micro-batch counts to trace: the step's own count or, if that is large, two smaller counts that fill
     the pipeline."""
     most = 3 * plan.layout.pp if plan.layout.pp > 1 else 2
     return (plan.grad_accum_steps,) if plan.grad_accum_steps <= most else (most - plan.layout.pp, most)

@@ -121,7 +121,7 @@ class Efficiency:
 def matmul_flops_per_s(chip: AcceleratorSpec, fmt: str, eff: Efficiency) -> float:
     """Return the rate of a large matrix multiplication in `fmt`: bf16, fp16, tf32, fp32, fp8, mxfp8 or nvfp4.
 
-    If the chip lacks the format, the next wider one that it supports is used."""
+    If the chip does not support the format, the next wider one that it supports is used."""
     # Ratio of the best large matrix multiplication to the bf16 peak: as measured, otherwise 0.8, or less if board power
     # is too low for the peak.
     fraction = 0.75

@@ -1,4 +1,4 @@
-"""Simulate PyTorch's caching allocator for CUDA devices, to find the bytes that it reserves for a sequence of
+"""Simulate PyTorch's caching allocator for CUDA devices, to find how many bytes it reserves for a sequence of
 allocations.
 
 The rules follow c10/cuda/CUDACachingAllocator.cpp. With and without expandable segments:
@@ -14,8 +14,8 @@ released.
 
 With `expandable_segments:True`, a pool is one range of addresses that grows by pages of 2 MiB (small) or 20 MiB
 (large), so that holes can merge with their neighbours. Blocks are split down to 512 bytes. The free block at the end of
-the range counts as if the range had grown to its maximum, so it is used last. When the device is full, the pages inside
-free blocks are unmapped; their addresses are kept and are the first to be mapped again.
+the range is treated as if the range had grown to its maximum, so it is used last. When the device is full, the pages
+inside free blocks are unmapped; their addresses are kept and are the first to be mapped again.
 
 Only one stream is simulated. Other streams have separate pools, whose free blocks it cannot use.
 """
@@ -197,7 +197,7 @@ class CachingAllocator:
         block = pool.growing_block(size)
         while not block.is_mapped or block.size < size:
             unmapped = block.after if block.is_mapped else block
-            assert unmapped is not None, "what follows a free block that can grow is unmapped"
+            assert unmapped is not None, "the addresses after a free block that can grow are unmapped"
             missing = size - (int(block.size) if block.is_mapped else 0)
             mapped = int(min(unmapped.size, -(-missing // pool.page) * pool.page))
             if self.reserved_bytes + mapped > self.capacity_bytes:

@@ -65,7 +65,7 @@ GROWN_RECOMPUTE_FRAGMENTATION = 0.05
 LOGIT_BYTES = 10.0
 """Bytes per logit: 2 in the compute format, 4 in the loss, 4 for its gradient before it is cast back."""
 LOGIT_BYTES_EAGER = 12.0
-"""Bytes per logit including the gradient after it is cast back, which takes another 2."""
+"""Bytes per logit, including another 2 for the gradient after it is cast back."""
 REUSE = 0.5
 """Fraction of the memory freed by the backward pass that the optimizer's temporaries can reuse."""
 RESERVE = 0.06
@@ -81,8 +81,8 @@ USABLE = 0.97
 
 
 def memory_limit_bytes(chip: AcceleratorSpec) -> float:
-    """Return the bytes that a plan may use. A device sold as 80 GB has 79.6 GiB: vendors' numbers are closer to GiB
-    than to GB."""
+    """Return the number of bytes that a plan may use. A device sold as 80 GB has 79.6 GiB: vendors' numbers are closer
+    to GiB than to GB."""
     return USABLE * chip.memory_gb * GIB
 
 
@@ -103,7 +103,7 @@ class LayerMemory:
 
 
 def saved_of(work: Work, setup: Setup) -> float:
-    """Return the bytes of activations that one part of a layer keeps without recomputation."""
+    """Return the size in bytes of the activations that one part of a layer keeps without recomputation."""
     saved = work.saved_bytes
     if setup.trainable < 1 and setup.software.weight_bytes >= 2.0 and not work.attention_flops:
         # Only attention has adapters. Other matmuls are frozen, so their inputs are not kept (except with a quantised
@@ -166,7 +166,7 @@ def in_flight(setup: Setup, stage: int) -> float:
     if layout.pp == 1:
         return 1.0
     if layout.pipeline_schedule == "gpipe":
-        # All forwards run before the first backward.
+        # All forward passes run before the first backward pass.
         return float(total)
     if layout.virtual_stages > 1:
         # This is the warm-up of the interleaved schedule (arXiv:2104.04473); a chunk is one of a rank's virtual stages.
@@ -249,8 +249,8 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory) -> M
     gathered = gathered_bytes(layer, layers, outside, setup)
 
     # Activations kept for the micro-batches in flight, and one layer's temporaries (after the logits are freed).
-    # Megatron frees activations after sending them; in others, each tensor-parallel rank keeps a part of them until
-    # their gradient arrives.
+    # Megatron frees activations after sending them; in other frameworks, each tensor-parallel rank keeps a part of them
+    # until their gradient arrives.
     logits = layer.logits_bytes if last else 0.0
     held = in_flight(setup, stage)
     sent = layer.output_bytes / layout.tp if layout.pp > 1 and not software.fused_kernels else 0.0
@@ -497,9 +497,9 @@ def expected_step_s(step_s: float, probability: float, start_s: float) -> float:
 
 
 def room_within(setup: Setup, memory: Sequence[MemoryBreakdown], limits_bytes: Sequence[float] = ()) -> Room:
-    """Return the estimated bytes that each rank's layers may use, and the bytes of one layer on that rank (the
-    difference made by one more layer per stage), both scaled to the predicted `memory`. `limits_bytes`: the limit of
-    each rank, if limits differ."""
+    """Return the estimated memory in bytes that each rank's layers may use, and the size in bytes of one layer on that
+    rank (the difference made by one more layer per stage), both scaled to the predicted `memory`. `limits_bytes`: the
+    limit of each rank, if limits differ."""
     layout = setup.layout
     estimated, predicted = (max(stage.total_bytes for stage in one) for one in (estimate_memory(setup), memory))
     scale = estimated / predicted

@@ -261,7 +261,7 @@ class PoolSearch:
         even = self._counted(placed, placed.setups[0].layout)
         if not is_open(placed.setups[0].layout, self.spec.model):
             return even
-        # The memory limit of each pipeline rank: its pool's, or the smallest of the pools that share it.
+        # The memory limit of each pipeline rank: its pool's limit, or the lowest limit among the pools that share it.
         limits = [self.pools[pool].limit_bytes for pool in placed.placement.pool_of_stage_rank]
         limits = limits or [min(pool.limit_bytes for pool in self.pools)] * placed.setups[0].layout.pp
         for bounded in (False, True):
@@ -295,7 +295,7 @@ def stages_on(pool: int, placement: Placement, layout: Layout) -> list[int]:
 
 
 SAME = 5e-3
-"""Choices that differ by less than this fraction count as equally fast or equally cheap."""
+"""Choices that differ by less than this fraction are treated as equally fast or equally cheap."""
 
 
 def plan_pools(spec: RunSpec, shown: int = SHOWN) -> CapacityPlan:

@@ -139,7 +139,7 @@ class _Simulation:
         self.away: dict[int, int] = {}
         """Absent replica groups, each with the failure that ends when the group returns."""
         self.paused_by = 0
-        """The failure, or return of a node, whose handling the job is waiting for; completions of earlier ones are
+        """The failure or node return that the job is waiting to have handled; completions of earlier ones are
         ignored."""
         self.event = 0
         self.failures = 0

@@ -302,7 +302,7 @@ class Search:
     """Number of samples in the step that determines the ranking of layouts; None for the number in the run's first
     step."""
     slack: float = 1.0
-    """Factor on the limit: a layout that exceeds it by less than this factor may fit when counted exactly."""
+    """Factor applied to the limit: a layout that exceeds it by less than this factor may fit when counted exactly."""
     start_s: float = 0.0
     """Duration of a failed start in seconds, divided by the number of steps in the run."""
     refused: Counter[str] = field(default_factory=Counter)
@@ -417,8 +417,8 @@ class Search:
 
     def _predict_next(self) -> None:
         """Predict the layout with the lowest bound. If that bound does not include exchanges, put the layout back with
-        one that does. If many layouts were too large and none fits yet, first drop those that are too large even with
-        the smallest micro-batches."""
+        a bound that does. If many layouts were too large and none fits yet, first drop those that are too large even
+        with the smallest micro-batches."""
         option = self._options[0]
         none_fits = self._least_s == math.inf and self.refused[TOO_LARGE] >= MANY_TOO_LARGE
         if none_fits and self.least_bytes(option) > self._beyond_bytes:
@@ -473,7 +473,7 @@ class Search:
         if found.step_time_s <= ABOUT * self._least_s:
             push = heapq.heappush if len(self._safest) < SAFEST else heapq.heappushpop
             # The least safe of the kept layouts is on top of the heap, and a safer one replaces it. Layouts that are
-            # certain to fit count as equally safe and are ranked by speed.
+            # certain to fit are treated as equally safe and are ranked by speed.
             push(self._safest, ((min(probability, SURELY), -found.step_time_s), -option.order, found))
         return probability >= SURELY
 

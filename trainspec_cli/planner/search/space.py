@@ -47,9 +47,9 @@ class Space:
         layout = replace(self.spec.layout, **axes, **pipeline)  # type: ignore[arg-type]
         self._open: RunSpec = forget_out_of_range(replace(self.spec, layout=layout))[0]
         self.anyhow = self._problems({})
-        """Problems of the recipe that occur with every layout, and are therefore not a reason to reject one."""
+        """Problems with the recipe that occur with every layout, and are therefore not a reason to reject one."""
         self._numbers: dict[tuple[int, int], tuple[list[int], int]] = {}
-        """(A rank's samples, turns) -> (the numbers of micro-batches to try, how many others are left out)."""
+        """(A rank's samples, turns) -> (the micro-batch counts to try, how many others are left out)."""
         self._runs: dict[tuple[tuple[str, object], ...], bool] = {}
         compressed = self.spec.comm.gradients not in ("full", AUTO) or self.spec.comm.parameters != "full"
         self._limits_exchanges = compressed or self.spec.comm.across_nodes is not None
@@ -190,7 +190,7 @@ class Space:
                     yield changed(base, ep=ep, etp=etp)
 
     def _micro_batches(self, per_rank: int, turns: int) -> Sequence[int]:
-        """Return the numbers of micro-batches to try, without duplicates."""
+        """Return the micro-batch counts to try, without duplicates."""
         key = per_rank, turns
         if key not in self._numbers:
             pinned = self.spec.batching.micro_batch_size

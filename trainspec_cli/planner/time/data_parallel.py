@@ -79,8 +79,8 @@ def _gradients_s(
 
 
 def statistics_s(group: Group, channels: int, eff: Efficiency) -> float:
-    """Return the mean duration in seconds of a batch norm's exchanges in the forward (moments and their number, in
-    fp64) and in the backward (two sums, in fp32)."""
+    """Return the mean duration in seconds of a batch norm's exchanges in the forward pass (moments and their number, in
+    fp64) and in the backward pass (two sums, in fp32)."""
     return (all_reduce_s(group, 8.0 * (2 * channels + 1), eff) + all_reduce_s(group, 8.0 * channels, eff)) / 2
 
 

@@ -52,21 +52,22 @@ from trainspec_cli.recipe.results.plan import StepTime
 
 # Memory traffic of FSDP2's copies in bytes per parameter, for a 2-byte compute format and gradients summed in fp32.
 CAST_BYTES = 10.0
-"""Traffic to cast a shard to the compute format and copy it into the all-gather buffer."""
+"""Traffic needed to cast a shard to the compute format and copy it into the all-gather buffer."""
 COPY_OUT_BYTES = 4.0
-"""Gathered parameters are copied out of the buffer."""
+"""Traffic needed to copy gathered parameters out of the buffer."""
 COPY_IN_BYTES = (2.0, 4.0)
-"""Gradients are cast while they are copied into the buffer of their reduce-scatter, which has room for the padding."""
+"""Traffic needed to cast gradients while copying them into the buffer of their reduce-scatter, which has room for the
+padding."""
 COPY_SUMS_IN_BYTES = (4.0, 4.0)
-"""The same if they were summed in fp32 over several micro-batches."""
+"""The same for gradients that were summed in fp32 over several micro-batches."""
 FIRST_SUM_BYTES = 6.0
-"""Traffic to cast the first micro-batch's gradients, if they are accumulated before the exchange."""
+"""Traffic needed to cast the first micro-batch's gradients, if they are accumulated before the exchange."""
 SUM_BYTES = 10.0
-"""Traffic to add a later micro-batch's gradients to them."""
+"""Traffic needed to add a later micro-batch's gradients to them."""
 SHARD_SUM_BYTES = 12.0
-"""Traffic to add reduced gradients to those of earlier micro-batches, in fp32."""
+"""Traffic needed to add reduced gradients to those of earlier micro-batches, in fp32."""
 LATE_SUM_BYTES = 32.0
-"""Gradients of parameters that all ranks of tp hold are stacked, summed, joined, and copied back, in fp32."""
+"""Traffic needed to stack, sum, join and copy back, in fp32, the gradients of parameters that all tp ranks hold."""
 LATE_KERNELS = 3
 """Kernels that sum the gradient of a norm or router whose tokens are spread over tp, once per step."""
 ADAMW_BYTES = (4.0, 28.0)
@@ -105,8 +106,8 @@ class FsdpUnit:
     """Time of exposed exchanges inside the layer (tp, cp, ep)."""
     backward_waits_s: float = 0.0
     before_statistics_s: float = 0.0
-    """The backward's time before the first exchange of a batch norm's statistics, if that uses the same communicator;
-    0 otherwise."""
+    """Time of the backward pass before the first exchange of a batch norm's statistics, if that exchange uses the same
+    communicator; otherwise 0."""
     early_s: float = 0.0
     """Time of the backward pass, including exchanges, before the block's experts need their parameters."""
 
@@ -247,8 +248,8 @@ class RankClock:
         exchanges = action.kind == "backward" and (last or self.layout.exchanges_every_backward)
         gathers = not self.has_blocks[number]
         waiting = units[::-1] if gathers else []
-        # Another micro-batch's backward may have released the root. FSDP2's hooks gather it again before the last block
-        # of the stage with the head, and after that of the other stages, where it leaves the stage.
+        # Another micro-batch's backward pass may have freed the root's parameters. FSDP2's hooks gather them again: in
+        # the stage with the head before its last block, and in the other stages after that block.
         lacks_root = not self.has_root[number]
         after_s = 0.0
         if lacks_root and number == self.layout.num_stages - 1:
@@ -335,8 +336,8 @@ class EngineStep:
         params = unit.full
         padded = unit.gathered
         own = unit.own
-        # One rank casts and copies its tensors one by one. The tensors of text models are so large that this is not
-        # counted for them.
+        # A single rank casts and copies its tensors one by one. The tensors of text models are so large that this is
+        # not counted for them.
         more_kernels = 0 if has_layer_list(setup.model) else 2 * len(unit.matrices) - 1
         cast_s = self._moved_s(CAST_BYTES * own)
         gathered_s = gather_s(shard, self.once.rates.element_bytes * padded, setup, self.eff)
@@ -345,7 +346,7 @@ class EngineStep:
             gather_s=gathered_s + cast_s if gathered_s else 0.0,
             reduce_s=scatter_s(shard, reduce_bytes * padded, setup, self.eff),
             across_s=sum_s(self._inside["dp_replicate"], reduce_bytes * own, setup, self.eff),
-            # One rank casts and copies its shard in place of gathering it.
+            # A single rank casts and copies its shard instead of gathering it.
             copy_out_s=self._moved_s(COPY_OUT_BYTES * padded)
             if gathered_s
             else cast_s + more_kernels * self.eff.kernel_s,
@@ -435,7 +436,7 @@ class EngineStep:
             forward_s=part.forward,
             backward_s=part.backward - weights_s + again_s,
             weights_s=weights_s,
-            # With both shards and replicas, statistics have a communicator of their own.
+            # With both shards and replicas, statistics have a separate communicator.
             before_statistics_s=part.before_dp * (1 in (self.setup.layout.dp_shard, self.setup.layout.dp_replicate)),
             forward_waits_s=part.tp + part.cp + part.ep + part.dp,
             backward_waits_s=again_waits_s + sum((PASSES[axis] - 1) * getattr(part, axis) for axis in PASSES),
@@ -485,8 +486,8 @@ class EngineStep:
         return self._plain_unit(part, None)
 
     def _plain_unit(self, part: LayersPart, block: int | None) -> Unit:
-        """Return the parameters of a block, or those outside the blocks, of a model without a list of its layers. Only
-        convolutional networks are known by tensor."""
+        """Return the parameters of a block, or those outside the blocks, of a model without a list of its layers. The
+        individual tensors are known only for convolutional networks."""
         shards = self.setup.group_layout.shards
         if not isinstance(self.setup.model, ConvModel):
             return Unit(((round(part.params), 1),), shards)

@@ -372,7 +372,7 @@ def kernels_s(kernels: KernelCounts, rates: Rates, eff: Efficiency) -> float:
 def _casts_s(
     work: Work, counted: Sequence[Gemm] | None, slow: float, setup: Setup, rates: Rates, eff: Efficiency
 ) -> tuple[float, float, float]:
-    """Return the time to cast operands in the forward and in the backward pass, in seconds, and the number of kernels
+    """Return the time, in seconds, of casting operands in the forward and backward passes, and the number of kernels
     that do so. `counted`: the engine's own matrix multiplications, if its operations are counted."""
     # Inputs of matrix multiplications in 8 bits or fewer are scaled and cast: 2 bytes are read, and two copies written
     # (one transposed).
@@ -718,7 +718,7 @@ class RankParts:
         return own_work_s(self.whole) + recompute_part_s(again, setup.recompute)
 
     def compute_s(self, setup: Setup) -> float:
-        """Return the same time without the layers' exchanges, except those in recomputed forwards."""
+        """Return the same time without the layers' exchanges, except those in recomputed forward passes."""
         return self.whole.forward + self.whole.backward + recompute_part_s(self.layers, setup.recompute)
 
 

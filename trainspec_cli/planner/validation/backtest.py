@@ -73,7 +73,8 @@ def predicted_as(metric: str, setup: Setup) -> float:
 
 
 def kept_activation_bytes(setup: Setup) -> float:
-    """Return the bytes that the first stage keeps from forward to backward, without the running layer's temporaries."""
+    """Return the number of bytes that the first stage keeps from forward to backward, without the running layer's
+    temporaries."""
     layer = mean_layer_memory(setup)
     return layer.kept_bytes * in_flight(setup, 0) * setup.model.num_layers / setup.layout.pp
 

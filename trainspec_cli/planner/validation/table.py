@@ -31,7 +31,7 @@ ADAPTER_SHARE = 0.002
 
 
 class RowRefused(ValueError):  # noqa: N818 - a result, not a failure
-    """The row lacks a value that a prediction needs; the message states which one."""
+    """A value that a prediction needs is missing from the row; the message states which one."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class Work:
     normed: tuple[int, ...] = ()
     """Channels of each batch norm, whose statistics trainspec's engine sums over the data-parallel ranks."""
     before_statistics: KernelCounts | None = None
-    """Kernels of the backward before the first of these sums, if there is one."""
+    """Kernels of the backward pass before the first of these sums, if there is one."""
 
     @property
     def flops(self) -> float:

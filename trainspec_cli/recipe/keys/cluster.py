@@ -255,7 +255,8 @@ class CostSpec:
     spot_ratio: NonNegativeFloat = 0.67
     """Rent of a device that the cloud may reclaim (spot), as a fraction of the on-demand rent."""
     spot_mtbf_device_hours: PositiveFloat = 29_220.0
-    """Device-hours between reclaims of a node by the cloud. Each reclaim ends a synchronous job, like a failure."""
+    """Device-hours between reclaims of a node by the cloud. Each reclaim ends a synchronous job, just as a failure
+    would."""
     spot_wait_s: NonNegativeFloat = 1800.0
     """Time until another node replaces a reclaimed one."""
     known_within: dict[str, float] = field(default_factory=dict)

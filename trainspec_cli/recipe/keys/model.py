@@ -125,8 +125,8 @@ class ExpertSpec:
     top_groups: PositiveInt = 1
     """Number of expert groups that a token may choose from."""
     balance_rate: NonNegativeFloat = 0.0
-    """Balancing without a loss (arXiv:2408.15664): after each step, the bias of each expert with fewer tokens than the
-    mean rises by this amount, and the biases of the others fall by it; 0: no balancing."""
+    """Loss-free balancing (arXiv:2408.15664): after each step, the bias of each expert that received fewer tokens than
+    the mean is raised by this amount, and the biases of the others are lowered by it; 0: no balancing."""
     balance_loss: NonNegativeFloat = 0.0
     """Coefficient of the loss that balances each sequence (DeepSeek-V3, eq. 17-20), weighted by the sequence's tokens.
     It affects the gradients but is not part of the reported loss."""

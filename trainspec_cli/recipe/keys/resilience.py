@@ -109,14 +109,14 @@ class ResilienceSpec:
     end: it ends with exit code 5. A Slurm job always ends, and is requeued without the node.
     """
     hang_floor_s: PositiveFloat | None = 120.0
-    """A step counts as hung if it takes at least this long and at least five times as long as the slowest step before
-    it. The run then ends and shows the ranks' stacks. null: wait forever."""
+    """A step is treated as hung if it takes at least this long and at least five times as long as the slowest step
+    before it. The run then ends and shows the ranks' stacks. null: wait forever."""
     first_step_s: PositiveFloat | None = 1800.0
     """Time limit for each step until three steps have been timed, and for each step after an evaluation, because these
     steps compile code and set up connections. If it is exceeded, the run ends with exit code 5 and reports which rank
     is waiting for what. null: wait forever."""
     heartbeat_timeout_s: PositiveFloat = 3.0
-    """elastic, sites: a replica group or site that is silent for this long counts as dead (its node is off or
+    """elastic, sites: a replica group or site that is silent for this long is treated as dead (its node is off or
     disconnected, or its process has stopped).
 
     A killed process is noticed immediately, because its connection closes. Heartbeats come from a Python thread, which

@@ -107,13 +107,13 @@ class DataSpec:
     tokenizer: TokenizerSpec = field(default_factory=TokenizerSpec)
     """The tokenizer for the text."""
     heldout_fraction: Annotated[float, Range(0, 1, includes_low=False, includes_high=False)] = 0.02
-    """Fraction of the documents or samples that are held out for evaluation, chosen by a hash of each."""
+    """Fraction of the documents or samples that are held out for evaluation, selected by hashing each one."""
     max_bytes: PositiveInt | None = None
     """Maximum number of bytes of text to read."""
     phantom: PhantomSpec = field(default_factory=PhantomSpec)
     """The synthetic volumes (phantom only)."""
     document_masks: bool = False
-    """True if attention stays within each document of a sample; conversations are always kept apart."""
+    """True if attention stays within each document of a sample; conversations are always kept separate."""
     chat_template: str | None = None
     """`chatml`, or a Jinja file; null: the template in the tokenizer's folder (chat only)."""
     loss_on: Literal["replies", "all"] = "replies"
@@ -298,7 +298,7 @@ class RunSection:
     stop_grace_s: PositiveFloat = 60.0
     """A worker that is still running this long after a stop request is killed."""
     node_timeout_s: PositiveFloat = 30.0
-    """On several nodes: a node that is silent for this long (off, hung, disconnected) counts as lost
+    """On several nodes: a node that is silent for this long (off, hung, disconnected) is treated as lost
     (`resilience.after_node_loss`)."""
     join_timeout_s: PositiveFloat = 300.0
     """On several nodes: time limit for nodes to start after the first one (a slow prologue, a container image to pull),

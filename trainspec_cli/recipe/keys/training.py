@@ -237,8 +237,8 @@ class SchedulerSpec:
     """What auto changes and what advise reports. shares: samples per rank and per replica group. layers: layers per
     pipeline stage. layout: any axis of the layout. nodes: the nodes that take part."""
     change: Annotated[float, Range(0.01, 1)] = 0.1
-    """A rank's speed counts as changed if several consecutive steps are slower or faster by this fraction and by more
-    than the rank's own noise."""
+    """A rank's speed is treated as changed if several consecutive steps are slower or faster by this fraction and by
+    more than the rank's own noise."""
     max_micro_batch_size: AutoInt = AUTO
     """Maximum number of samples in a rank's micro-batch; auto: what memory allows, up to twice the planned number."""
     max_stage_layers: AutoInt = AUTO

@@ -126,7 +126,7 @@ def keys_of_wings(spec: RunSpec) -> Iterator[Problem]:
         if keys.wing not in find_wings():
             path = keys.key if is_used else keys.section
             if is_used or section != keys.defaults:
-                message = f"`{path}` is set, but this installation lacks the plug-in trainspec_cli/wings/{keys.wing}"
+                message = f"`{path}` is set, but the plug-in trainspec_cli/wings/{keys.wing} is not installed"
                 yield Problem(MISSING_WING, message, path, f"reinstall trainspec, or set {keys.otherwise}")
             continue
         for name in keys.of_one_start if not is_used else ():
@@ -350,7 +350,7 @@ def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
 
 
 def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    """Reject a machine that lacks the usable GPUs requested by `cluster.device` or by the accelerator's name.
+    """Reject a machine without the usable GPUs requested by `cluster.device` or by the accelerator's name.
 
     Without this rule, a run on a node with a broken driver could train on its CPUs for days unnoticed."""
     cluster = spec.cluster
@@ -415,7 +415,9 @@ def shared_memory(spec: RunSpec) -> Iterator[Problem]:
     """Require /dev/shm if the state is copied to memory."""
     path = "checkpoint.memory_interval_steps"
     if spec.checkpoint.memory_interval_steps is not None and not Path("/dev/shm").is_dir():
-        yield _lacking("no_shared_memory", path, f"`{path}` needs /dev/shm, which this node lacks", f"set {path}=null")
+        yield _lacking(
+            "no_shared_memory", path, f"`{path}` needs /dev/shm, which is missing on this node", f"set {path}=null"
+        )
 
 
 def _lacking(code: str, path: str, message: str, hint: str) -> Problem:
@@ -498,7 +500,7 @@ def check_kernels(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
 
 
 def lacking(backend: Backend, *, on_gpu: bool) -> str:
-    """Return the name of a requirement of the backend that this machine lacks; "" if nothing is missing."""
+    """Return the name of a requirement of the backend that is missing on this machine; "" if nothing is missing."""
     if backend.on == "cuda" and not on_gpu:
         return "CUDA"
     from importlib.metadata import version  # it is slow to load, and few recipes name a kernel

@@ -19,7 +19,7 @@ from trainspec_cli.recipe.records import UNKNOWN
 
 
 def size_of(layout: LayoutSpec, axis: str) -> int:
-    """Return the size of an axis. An axis left to the planner does not restrict anything yet, so it counts as 1."""
+    """Return the size of an axis. An axis left to the planner does not restrict anything yet, so it is treated as 1."""
     size = getattr(layout, axis)
     return 1 if size == AUTO else int(size)
 
@@ -72,7 +72,7 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
         message = f"{reason}; `model.family` is {spec.model.family}"
         yield Problem("unsupported", message, "lora.rank", "set lora.rank=0")
     if pipeline_of(spec.layout).splits_backward:
-        got = f"adapters do not support the split backward of {spec.layout.pipeline_schedule}"
+        got = f"adapters do not support the split backward pass of {spec.layout.pipeline_schedule}"
         yield Problem("unsupported", got, "layout.pipeline_schedule", "set layout.pipeline_schedule=1f1b")
     if spec.precision.matmul == "fp8":
         message = "layers with adapters do not support fp8"

@@ -149,8 +149,7 @@ def describe_other_blocks(spec: RunSpec, tp: int, other_tp: int) -> str:
 
 
 def _rows_cut_by_tp(model: TextModel, lora_rank: int) -> dict[str, int]:
-    """Return the lengths of rows that tp divides and whose moments are kept in 8 bits, by the keys that determine
-    them."""
+    """Return the row lengths, by the keys that determine them, for rows that are split by tp and have 8-bit moments."""
     # tp divides the rows of matrices that project back to the hidden size; it splits other matrices between rows.
     mixers = {mixer for layer in model.layer_list for mixer in layer.mixers}
     decoder = model.as_decoder
@@ -219,7 +218,9 @@ def block(spec: RunSpec) -> Iterator[Problem]:
     if model.block_params is None and not problems:
         path = BLOCK_PARAMS
         message = f"`{path}` has no value: the plan cannot know how many parameters {model.block} creates"
-        yield Problem("missing_value", message, path, f"set {path}=NUMBER, which most trainspec commands count for you")
+        yield Problem(
+            "missing_value", message, path, f"set {path}=NUMBER (most trainspec commands determine it for you)"
+        )
 
 
 def loss(spec: RunSpec) -> Iterator[Problem]:

@@ -245,8 +245,8 @@ def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
             cost_s=excess_s,
             confidence=0.8,
             evidence=(
-                f"stage {every[slowest]} (rank {', '.join(map(str, ranks[:8]))}) computes for "
-                f"{level_s[slowest] * 1e3:.3g} ms per step, the others for {others_s * 1e3:.3g} ms on average",
+                f"stage {every[slowest]} (rank {', '.join(map(str, ranks[:8]))}) takes "
+                f"{level_s[slowest] * 1e3:.3g} ms per step to compute, the others {others_s * 1e3:.3g} ms on average",
             ),
         )
     ]
@@ -309,7 +309,7 @@ WAITING = "waiting"
 class PlannedChange:
     change: str
     factors: Mapping[str, float]
-    """Factor on the time of each part of a step; parts that are not listed stay the same."""
+    """Factor applied to the time of each part of a step; parts that are not listed stay the same."""
 
 
 @dataclass(frozen=True)
@@ -522,9 +522,9 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
 def with_evaluations(
     verdicts: Sequence[RunVerdict], evaluations: Sequence[tuple[int, float]], steps: int, steps_s: float
 ) -> tuple[RunVerdict, ...]:
-    """Return the verdicts, plus one on the evaluations between the steps if they take much of the time. `evaluations`:
-    (step, seconds) of each. `steps` steps took `steps_s` in total. A single evaluation at the end of the run is
-    necessary, so it is not reported."""
+    """Return the verdicts, plus one on the evaluations between the steps if they take a large part of the time.
+    `evaluations`: (step, seconds) of each. `steps` steps took `steps_s` in total. A single evaluation at the end of the
+    run is necessary, so it is not reported."""
     seconds = sum(each_s for _, each_s in evaluations)
     if len(evaluations) < 2 or not steps or seconds < EVALUATION_SHARE * (seconds + steps_s):
         return tuple(verdicts)

@@ -288,7 +288,7 @@ class RunReader:
         rows = np.stack([history.rows_of(steps) for history in self.histories], axis=-1)
         counters = {**self._counters(steps), "queued_s": rows[-1]}
         if self.on_accelerator:
-            # While the host thread waits for a processor or computes, the device may still be working.
+            # While the host thread is computing or waiting for a processor, the device may still be working.
             counters["host_queued_s"] = counters.pop("queued_s")
             nothing = np.zeros_like(counters["host_queued_s"])
             counters |= {"queued_s": nothing, "exposed_queued_s": nothing}

@@ -134,7 +134,7 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
     goes_on = len(step_s) - 1 - last <= 2 * span.steps / (bouts - 1)
     text = (
         f"{sum(path.timeouts for path in paths):.0f} connection timeouts on {bouts} occasions, most of them "
-        f"between ranks {_names(worst.ranks)}; nothing is lost in between"
+        f"between ranks {_names(worst.ranks)}; no losses between those occasions"
     )
     return [
         RunVerdict(

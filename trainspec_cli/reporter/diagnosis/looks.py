@@ -44,7 +44,7 @@ def with_look(verdict: RunVerdict, looks: Sequence[Look]) -> RunVerdict:
     look = next((one for one in reversed(looks) if one.order.place == verdict.place), None)
     if look is None:
         return verdict
-    # Do not name a line with a small fraction of the time, which may have been sampled by chance.
+    # Do not name a line that accounts for only a small fraction of the time: it may have been sampled by chance.
     code = look.lines[0].position if look.lines and look.lines[0].share >= LINE_SHARE else None
     names_line = code is not None
     rank = look.order.looker

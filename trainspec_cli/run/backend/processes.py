@@ -105,7 +105,7 @@ def kill_once(processes: list[psutil.Process]) -> None:
 
 
 def stop(launch_id: str, grace_s: float) -> None:
-    """Ask the workers to exit (torchrun exits after them), wait, then kill."""
+    """Ask the workers to exit (torchrun exits after them), wait, and then kill them."""
     terminate(workers(launch_id))
     deadline = time.monotonic() + grace_s
     while members(launch_id) and time.monotonic() < deadline:

@@ -186,7 +186,7 @@ class StartGroup:
 @dataclass(frozen=True)
 class StopWorkers:
     group: int | None
-    """The group to stop; None for all groups, because the run should end."""
+    """The group to stop, or None to stop all groups because the run should end."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class ShortageNote:
     """Number of updates completed before that step."""
 
 
-# hub -> worker; a `LookOrder`, sent to the rank to profile, is also such a message
+# hub -> worker; this includes the `LookOrder` sent to the rank that is to be profiled
 
 
 @dataclass(frozen=True)

@@ -84,21 +84,21 @@ Record = TypeVar("Record")
 
 
 def write_versioned(path: Path, content: Mapping[str, object]) -> None:
-    """Write a file in the current version. Raises the errors of `write_json`."""
+    """Write a file in the current version. Raises the same errors as `write_json`."""
     write_json(path, {VERSION_KEY: CURRENT_VERSION, **content})
 
 
 def read_versioned(path: Path) -> JsonObject:
-    """Return the object in a file of any version that this trainspec reads, without the version key. Raises the errors
-    of `read_object`, and UnreadableFileError if the file was written by a newer trainspec."""
+    """Return the object in a file of any version that this trainspec reads, without the version key. Raises the same
+    errors as `read_object`, and UnreadableFileError if the file was written by a newer trainspec."""
     content = read_object(path)
     check_version(path, content.get(VERSION_KEY, UNSTATED_VERSION))
     return without_version(content)
 
 
 def read_versioned_record(path: Path, record_type: type[Record], name: str) -> Record:
-    """Read the record; `name` is what messages call it. Raises the errors of `read_versioned`, and UnreadableFileError
-    if the record is damaged."""
+    """Read the record; `name` is what messages call it. Raises the same errors as `read_versioned`, and
+    UnreadableFileError if the record is damaged."""
     try:
         return read_record(record_type, read_versioned(path))
     except FieldError as fault:

@@ -4,7 +4,7 @@ Every launch and every resume opens a new generation: RUN/generations/00000003.j
 worker of an older generation comes back (a repaired cable, a node that was considered dead), it finds this file and
 writes nothing more: it is fenced off.
 
-A process that asks a start's workers to stop first records the request in RUN/stops/00000003.json. Workers also write a
+Before asking a start's workers to stop, a process records the request in RUN/stops/00000003.json. Workers also write a
 checkpoint and exit when another process sends them a signal, or when torchrun dies and its workers are terminated.
 Without a recorded request, this means that the run has failed."""
 

@@ -53,7 +53,8 @@ def find_copies(run: RunDir) -> Path | None:
 
 
 def make_memory_folder(run: RunDir) -> Path:
-    """Return the run's memory folder on this node, creating it if it is missing. Raises the errors of `find_copies`."""
+    """Return the run's memory folder on this node, creating it if it is missing. Raises the same errors as
+    `find_copies`."""
     folder = memory_folder(run)
     try:
         folder.mkdir(PRIVATE_FOLDER)

@@ -129,15 +129,15 @@ def read_plan(run: RunDir) -> Plan:
 
 
 def read_plan_of_all_nodes(run: RunDir) -> Plan:
-    """Return the plan that each start of the run begins with; later plans may leave out dropped nodes. Raises the
-    errors of `read_plan`."""
+    """Return the plan that each start of the run begins with; later plans may leave out dropped nodes. Raises the same
+    errors as `read_plan`."""
     all_nodes = run.plan_of_all_nodes
     return read_plan_file(all_nodes if all_nodes.is_file() else run.plan_json)
 
 
 def read_plan_file(path: Path) -> Plan:
-    """Read a plan.json at any path. Raises the errors of `read_plan`, and an error if the content does not match its
-    digest."""
+    """Read a plan.json at any path. Raises the same errors as `read_plan`, and an error if the content does not match
+    its digest."""
     plain = read_versioned(path)
     read_field(path, plain, "spec", dict)
     stated = plain.pop(PLAN_DIGEST, None)

@@ -78,8 +78,8 @@ def check_no_run(root: Path, named_by: str = "run.dir") -> None:
 
 
 def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
-    """Create the named folder, or a new one below ./runs; new folders are private to this user. Raises the errors of
-    `check_free`."""
+    """Create the named folder, or a new one below ./runs; new folders are private to this user. Raises the same errors
+    as `check_free`."""
     if run_dir != AUTO:
         check_free(run_dir, named_by)
         Path(run_dir).mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)

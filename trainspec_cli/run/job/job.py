@@ -190,7 +190,7 @@ def torchrun_command(processes: int, logs: Path, worker: Sequence[str]) -> tuple
 
 def node_command(place: NodePlace, name: str, processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
     """Return the command for one node of a multi-node job. Ranks follow the nodes' numbers. `name` distinguishes this
-    start from other starts on the same rendezvous server. torchrun is told this node's address, because by default it
+    start from other starts on the same rendezvous server. torchrun is given this node's address, because by default it
     resolves the node's name, which may yield a loopback address."""
     nodes = ("--nnodes", str(place.num_nodes), "--rdzv-conf", f"node={place.node}")
     return (*_TORCHRUN, *nodes, *_options(name, processes, own_address(place.head), logs), *worker)
@@ -289,8 +289,8 @@ def growing_segments(machine: Machine) -> dict[str, str]:
 
 
 def own_modules() -> dict[str, str]:
-    """Return the environment of every Python that trainspec starts. It finds trainspec's modules, but none in the
-    current folder, where a file such as random.py would shadow the standard library's module."""
+    """Return the environment of every Python process that trainspec starts. It finds trainspec's modules, but none in
+    the current folder, where a file such as random.py would shadow the standard library's module."""
     return {"PYTHONSAFEPATH": "1", **python_path()}
 
 

@@ -83,8 +83,8 @@ RESTART_WINDOW_S = 3600.0
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 STUCK = 0.9
-"""A group counts as stuck once the others have waited for it for this fraction of `resilience.exchange_timeout_s`. It
-is below 1 because clocks are read only 10 times per second."""
+"""A group is treated as stuck once the others have waited for it for this fraction of `resilience.exchange_timeout_s`.
+It is below 1 because clocks are read only 10 times per second."""
 ANSWER_S = 2.0
 """Time in seconds that a group may take to retry a failed exchange."""
 

@@ -160,7 +160,7 @@ def choose_members(
 
 @dataclass(frozen=True)
 class Healing:
-    """The copies of training state before a step, between a rank of a replica group and the same rank in other
+    """Copying of training state before a step, between a rank of a replica group and the same rank in other
     groups."""
 
     gives_to: tuple[int, ...]

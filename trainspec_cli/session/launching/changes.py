@@ -88,7 +88,8 @@ def differences(old: JsonObject, new: JsonObject) -> dict[str, tuple[JsonValue, 
 
 def prepare_changed_data(run: RunDir, loaded: Loaded, console: PrintableConsole) -> tuple[Loaded, Path | None]:
     """Prepare the data of a changed run with its model's tokenizer. Return the spec that reads the data, and the data
-    folder. Raises RecipeError if the data was prepared with another tokenizer, and the errors of `prepare_data`."""
+    folder. Raises RecipeError if the data was prepared with another tokenizer, and the same errors as
+    `prepare_data`."""
     data = loaded.spec.data
     old_folder = read_data_dir(run)
     if data.unit == "samples" or old_folder is None:

@@ -126,7 +126,7 @@ def prepare_resume(
     as_json: bool = False,
 ) -> Session:
     """Return the session for the run's next start, on as many nodes as `nodes` states. Raises RecipeError for changed
-    fixed values and for a finished run, and MachineError if this node lacks something."""
+    fixed values and for a finished run, and MachineError if something is missing on this node."""
     old = read_plan_of_all_nodes(run)
     changes = [*changes, *nodes.as_arguments]
     loaded, data_folder = _change_values_and_data(run, old, changes, console)

@@ -114,7 +114,7 @@ def run(
         job = ending.job
         if ending.left_behind:
             hanging = ", ".join(map(str, ending.left_behind))
-            console.print(f"processes {hanging} hang in the kernel and could not be ended")
+            console.print(f"processes {hanging} are stuck in the kernel and could not be killed")
         Fence(job.run, ending.generation).check()
         outcome = conclude(job, ending, run_kind.decide)
         explanation = outcome.explanation

@@ -57,7 +57,7 @@ def plan_loaded(
     *,
     trace: bool = False,
 ) -> PlanReport:
-    """Plan a loaded recipe. Raises the errors of `plan_recipe`."""
+    """Plan a loaded recipe. Raises the same errors as `plan_recipe`."""
     if len(loaded.spec.cluster.pools) > 1:
         if disturbed or trace:
             asked = "disturb=" if disturbed else "--trace"

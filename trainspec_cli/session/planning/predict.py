@@ -267,7 +267,7 @@ def _predictor(plan: Plan, machine: Machine, console: PrintableConsole) -> Predi
 
 def probe_after_run(plan: Plan, machine: Machine, console: PrintableConsole) -> None:
     """Probe the machine after a run, for later launches, if the plan's prediction needs a probe and no valid one
-    exists. Without a probe, a run merely lacks its prediction, so a failure here is reported and has no other effect. A
+    exists. Without a probe, a run just has no prediction, so a failure here is reported and has no other effect. A
     terminal shows the elapsed time meanwhile."""
     if not is_predictable(plan.as_one_group) or _may_not_probe():
         return

@@ -41,7 +41,7 @@ def prepare_data(loaded: Loaded, console: PrintableConsole) -> Path | None:
 
 def check_data(loaded: Loaded) -> str:
     """Return a line about the conversation formats at the start of the data, without preparing the data. Raises the
-    errors of `prepare_data` if the data does not match the recipe."""
+    same errors as `prepare_data` if the data does not match the recipe."""
     if loaded.spec.model.unit == "samples":
         return ""
     try:

@@ -79,8 +79,8 @@ class Examined:
 
 def load(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Loaded:
     """Load the recipe of `recipe=NAME key=value ...`. Raises RecipeError with every problem and its line number, and
-    the errors of `with_counted_block`. A run that is only planned (not `to_run`) needs neither data on this machine nor
-    an engine that can run it."""
+    the same errors as `with_counted_block`. A run that is only planned (not `to_run`) needs neither data on this
+    machine nor an engine that can run it."""
     examined = examine(arguments, cwd, to_run=to_run)
     problems = examined.problems
     if not to_run:
@@ -99,8 +99,8 @@ def load_for_planning(arguments: Sequence[str]) -> Loaded:
 
 
 def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str]:
-    """Return the arguments, adding the parameter count of a user-defined block if that is the only thing the model
-    lacks. A separate process builds a block and counts its parameters. Raises RecipeError if the block cannot be built,
+    """Return the arguments, adding the parameter count of a user-defined block if nothing else is missing from the
+    model. A separate process builds a block and counts its parameters. Raises RecipeError if the block cannot be built,
     and MachineError if the process fails."""
     about_model = [problem for problem in examined.problems if problem.path.partition(".")[0] == "model"]
     if not about_model or without_uncounted(about_model):
@@ -180,8 +180,8 @@ def _accelerator_is_used(arguments: Sequence[str], spec: RunSpec) -> Iterator[Pr
 
 
 def plan_on(loaded: Loaded, machine: Machine) -> Plan:
-    """Resolve every `auto`. Raises MachineError if the node lacks something, and RecipeError for sizes that do not
-    match it."""
+    """Resolve every `auto`. Raises MachineError if something is missing on the node, and RecipeError for sizes that do
+    not match it."""
     require(loaded.composed.locate(check_machine(loaded.spec, machine)))
     return plan_for(loaded, machine)
 
@@ -204,8 +204,8 @@ def machine_of_job(loaded: Loaded) -> Machine:
 
 
 def plan_for(loaded: Loaded, machine: Machine) -> Plan:
-    """Resolve every `auto` for another machine. Raises the errors of `plan_on`, except those about missing parts of the
-    node."""
+    """Resolve every `auto` for another machine. Raises the same errors as `plan_on`, except those about missing parts
+    of the node."""
     try:
         return plan(loaded.spec, machine)
     except TrainspecError as error:
@@ -246,8 +246,8 @@ def machine_of_draft(spec: RunSpec) -> Machine | None:
 
 
 def require(problems: Sequence[Problem]) -> None:
-    """Raise an error with the problems, if there are any: MachineError (exit 4) if only the machine lacks something,
-    otherwise RecipeError (exit 2)."""
+    """Raise an error with the problems, if there are any: MachineError (exit 4) if the only problem is that something
+    is missing on the machine, otherwise RecipeError (exit 2)."""
     if problems:
         error = MachineError if all(problem.environment for problem in problems) else RecipeError
         raise error(problems)

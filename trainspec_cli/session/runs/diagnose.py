@@ -27,7 +27,7 @@ FOLLOW_S = 0.5
 
 
 def diagnose_run(name: str) -> tuple[RunVerdict, ...]:
-    """Return the current verdicts on a run, most severe first. Raises the errors of `find_run`."""
+    """Return the current verdicts on a run, most severe first. Raises the same errors as `find_run`."""
     run = find_run(name)
     with refusing_closed(name):
         return verdicts_of(run, asks_planner=True)
@@ -35,7 +35,7 @@ def diagnose_run(name: str) -> tuple[RunVerdict, ...]:
 
 def follow_verdicts(name: str) -> Iterator[VerdictEvent]:
     """Yield the verdicts of a run's supervisor from the first one until the run ends, including those that no longer
-    hold. Raises the errors of `find_run`."""
+    hold. Raises the same errors as `find_run`."""
     run = find_run(name)
     tail = EventTail(run.verdicts, None)
     goes_on = True
@@ -47,7 +47,7 @@ def follow_verdicts(name: str) -> Iterator[VerdictEvent]:
 
 
 def report_of(name: str) -> Report:
-    """Return the current report of a run, with its verdicts. Raises the errors of `find_run`."""
+    """Return the current report of a run, with its verdicts. Raises the same errors as `find_run`."""
     return replace(collect_run(name), verdicts=diagnose_run(name))
 
 
@@ -89,7 +89,7 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
 
 
 def trace_to(name: str, file: Path) -> None:
-    """Write the trace of a run. Raises the errors of `find_run`, and OSError if the file cannot be written."""
+    """Write the trace of a run. Raises the same errors as `find_run`, and OSError if the file cannot be written."""
     from trainspec_cli.reporter.diagnosis.gather import shape_of
     from trainspec_cli.reporter.diagnosis.trace import trace_run
 

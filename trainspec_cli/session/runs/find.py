@@ -23,8 +23,8 @@ LAST = "last"
 
 
 def find_own_run(name: str) -> RunDir:
-    """Find a run that is about to be trusted or changed. Raises the errors of `find_run`, and MachineError if other
-    users can write to its folder, or if a link leads out of it."""
+    """Find a run that is about to be trusted or changed. Raises the same errors as `find_run`, and MachineError if
+    other users can write to its folder, or if a link leads out of it."""
     run = find_run(name)
     check_tree(run.root)
     return run
@@ -89,7 +89,7 @@ def runs_here() -> list[RunLine]:
 
 
 def collect_run(name: str) -> Report:
-    """Return the current report of a run. Raises the errors of `find_run`."""
+    """Return the current report of a run. Raises the same errors as `find_run`."""
     run = find_run(name)
     with refusing_closed(name):
         return collect(run.root, running=is_running(run), queued=Queue().holds(run))

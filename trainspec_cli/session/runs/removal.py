@@ -46,7 +46,7 @@ class Removal:
 
 def plan_removal(names: Sequence[str]) -> list[Removal]:
     """Return the removals for these runs. Raises RecipeError for a run that is running or queued, or whose folder
-    contains another run or the current folder, and the errors of `find_own_run`."""
+    contains another run or the current folder, and the same errors as `find_own_run`."""
     found = {run.root.resolve(): run for run in map(find_own_run, names)}
     lines = runs_here()
     removals = []

@@ -91,7 +91,8 @@ def make_bundle(folder: Path, wanted: WantedBundle, on_progress: OnPart) -> tupl
     recipes need.
 
     Raises FileExistsError if another process has filled it in the meantime, MachineError for missing wheels or a full
-    disk, and the errors of `copy_run_files` and `download`. On any error, everything that was written is removed."""
+    disk, and the same errors as `copy_run_files` and `download`. On any error, everything that was written is
+    removed."""
     folder = folder.expanduser().resolve()
     launches: dict[str, tuple[str, ...]] = {}
     notes: list[str] = []
@@ -178,8 +179,8 @@ def copy_run_files(
 ) -> CopiedRun:
     """Copy the files read by a run of `spec` to folders with this name in `bundle`.
 
-    Raises the errors of `prepare`, and RecipeError if the run starts from another run, whose weights would have to be
-    exported."""
+    Raises the same errors as `prepare`, and RecipeError if the run starts from another run, whose weights would have to
+    be exported."""
     if spec.init.run is not None:
         message = f"`init.from` is the run {spec.init.from_}; a bundle cannot contain a run"
         hint = f"run trainspec export {spec.init.from_} --output FOLDER, then init.from=hf:FOLDER"

@@ -61,11 +61,11 @@ SAVE_EVERY_STEPS = 3
 change."""
 CHANGED_AT = EVERY_STEPS
 KILLED_AT = 2 * EVERY_STEPS
-"""The step of a live run when a change fails or is interrupted by a kill."""
+"""The step of a live run at which a change fails or is interrupted by a kill."""
 SHORT_AT = 5
 """The step when a live run runs out of memory."""
 FITTING_SAMPLES = 2
-"""The largest micro-batch that fits after a live run has run out of memory, in samples."""
+"""Size, in samples, of the largest micro-batch that fits after a live run has run out of memory."""
 
 
 @dataclass(frozen=True)

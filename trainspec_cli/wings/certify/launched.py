@@ -1,7 +1,7 @@
 """Measure the clauses that need launches like those of a user: security and performance.
 
-For security, an untrusted client connects to a run's ports, and the run's files are altered. For performance, short
-runs, links and disks are graded."""
+For security, an untrusted client connects to a run's ports, and the run's files are altered. Performance is graded
+using short runs, links and disks."""
 
 from __future__ import annotations
 

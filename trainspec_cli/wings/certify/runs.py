@@ -343,7 +343,7 @@ def whole_error(found: Tensors, reference: Tensors) -> float:
 
 
 def loss_error(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the largest relative error of any loss; infinite if the numbers of steps differ."""
+    """Return the largest relative error of any loss; infinite if the runs have different numbers of steps."""
     if len(losses) != len(reference):
         return math.inf
     errors = [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, reference, strict=True)]

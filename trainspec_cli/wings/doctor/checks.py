@@ -36,8 +36,8 @@ SLOW_DISK_BYTES_PER_S = 20e6
 LITTLE_SPACE_BYTES = 2**30
 LITTLE_MEMORY_BYTES = 2**30
 MOSTLY_FREE = 0.8
-"""A GPU with less than this fraction of its memory free counts as in use. The driver and a desktop together use less
-than the remaining fraction."""
+"""A GPU with less than this fraction of its memory free is treated as in use. The driver and a desktop together use
+less than the remaining fraction."""
 CLOCK_TOOLS = (("chronyc", "tracking"), ("timedatectl", "show", "--property=NTPSynchronized"))
 TOOL_TIMEOUT_S = 5.0
 

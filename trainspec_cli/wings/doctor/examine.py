@@ -183,7 +183,7 @@ def diagnose(reports: Sequence[NodeReport], links: LinksResult | None) -> Diagno
         hosts.append(replace(report, checks=(*report.checks, *speeds)))
     statuses = {check.status for report in hosts for check in report.checks} | {check.status for check in between}
     worst: tuple[Status, ...] = ("fail", "warn")
-    # A node whose measurement failed or did not end in time counts as slower than all measured nodes.
+    # A node whose measurement failed or did not end in time is treated as slower than all measured nodes.
     slowest = [
         report.host for report in reports if any((one.name, one.status) == ("speed", "fail") for one in report.checks)
     ]

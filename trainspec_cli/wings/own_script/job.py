@@ -57,7 +57,7 @@ class CommandSettings:
     """Maximum number of restarts after failures during the entire job."""
     grace_s: float
     hang_s: float | None
-    """A run counts as hung after this many seconds without a sign of work; None: no run counts as hung."""
+    """A run is treated as hung after this many seconds without activity; None: never."""
     silent_s: float | None
     """Like `hang_s`, but for the time until the first step is counted."""
     work_s: float

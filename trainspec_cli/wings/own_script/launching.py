@@ -491,8 +491,8 @@ class CommandRuns:
         return Limits(own.num_nodes, own.max_requeues, own.exclude, after_hang=False)
 
     def decide(self, job: Job, ending: Ending) -> RunOutcome:
-        """Return the outcome. The result of a user's command is its exit code. A command that was asked to stop counts
-        as stopped, regardless of its exit code. It is unknown whether it has saved its newest step."""
+        """Return the outcome. The result of a user's command is its exit code. A command that was asked to stop is
+        treated as stopped, regardless of its exit code. It is unknown whether it has saved its newest step."""
         failures = find_own_failures(job)
         if ending.stop_requested:
             is_saved = newest_step(job.run) and ending.exit_code is not None

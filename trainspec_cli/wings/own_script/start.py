@@ -87,7 +87,7 @@ class OwnStart:
         self._lost: WorkerFailure | None = None
         self._hung = self._worked_long = False
         self._unreported: list[run_state.Event] = [run_state.Begun(GROUP)]
-        """The command counts as started immediately, because it may have state to save before its first step."""
+        """The command is treated as started immediately, because it may have state to save before its first step."""
 
     @property
     def has_ended(self) -> bool:

@@ -120,7 +120,7 @@ def load_cluster(arguments: Sequence[str]) -> Loaded:
     cluster = draft.cluster
     slurm = cluster.slurm
     if slurm.gpus_per_node is None and slurm.gpu_request != "none" and cluster.device != "cpu":
-        # A job that lacks a GPU request would wait in the queue and then fail.
+        # A job without a GPU request would wait in the queue and then fail.
         if cluster.device == AUTO:
             message = "it is not known whether the command needs GPUs: the job's nodes cannot be examined in advance"
             gpus = "cluster=h100 or another cluster, or cluster.device=cuda cluster.devices_per_node=8"

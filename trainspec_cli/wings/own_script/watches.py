@@ -36,7 +36,7 @@ LONGEST_INTERVAL_S = 10.0
 QUIET_PART = 0.25
 """Sampling of ranks starts once this fraction of the hang timeout has passed without a step."""
 SAMPLES = 20
-"""Approximate number of samples taken before a run counts as hung."""
+"""Approximate number of samples taken before a run is treated as hung."""
 ANSWER_S = 1.0
 """Time limit in seconds for a process to write its stack."""
 LONGEST_STACK_BYTES = 2**16
@@ -196,7 +196,7 @@ MOVED_BYTES = 2**16
 """A process that moves fewer bytes than this between two samples does not count as working, because keep-alive traffic
 also moves some."""
 BUSY_CORES = 0.2
-"""A process counts as asleep if it computes or waits for a processor for less than this fraction of the time."""
+"""A process is treated as asleep if it computes or waits for a processor for less than this fraction of the time."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Reading:
     """Observations of a process since the previous sample."""
 
     stopped: bool = False
-    """True if a signal has stopped the process. Its stack then cannot be read."""
+    """True if a signal has stopped the process. In that case, its stack cannot be read."""
     stack_changed: bool = False
     has_stack: bool = True
     """False if the process does not react to the signal that requests its stack."""
@@ -260,8 +260,8 @@ class _Sample:
 
 
 class HangWatch:
-    """Watches one start. Call `poll` repeatedly. `floor_s`: no run counts as hung before this time; None: no run ever
-    does."""
+    """Watches one start. Call `poll` repeatedly. `floor_s`: no run is treated as hung before this time; None: a run is
+    never treated as hung."""
 
     def __init__(self, floor_s: float | None, log: Path):
         self._floor_s = floor_s

@@ -185,7 +185,7 @@ class RoundRecord:
 
 
 LOST_AFTER = 2
-"""A connected site counts as lost after this many consecutive late rounds."""
+"""A connected site is treated as lost after this many consecutive late rounds."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class MeetingRules:
     return_s: float
     """How many seconds a restarted meeting waits for its members to connect."""
     change: float
-    """Maximum relative difference between the step times of sites that count as equally fast."""
+    """Maximum relative difference between the step times of sites that are treated as equally fast."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Messages between the ranks of sites, the meeting point and the inboxes, and their encryption.
+"""Messages exchanged among the sites' ranks, the meeting point and the inboxes, and how they are encrypted.
 
 A message is a line of JSON, `{"op": ..., "bytes": n, ...}`, followed by n bytes.
 
@@ -197,7 +197,8 @@ async def receive(reader: asyncio.StreamReader, on_data: Callable[[], object]) -
         chunk = await reader.read(min(left, CHUNK_BYTES))
         if not chunk:
             raise EOFError("the connection ended within a message")
-        # Every chunk counts as a sign of life, because on a slow link, a gradient takes longer than the silence limit.
+        # Every chunk is treated as a sign of life, because on a slow link, a gradient takes longer than the silence
+        # limit.
         on_data()
         chunks.append(chunk)
         left -= len(chunk)

@@ -118,7 +118,7 @@ class SitesOutlook:
 
 DAY_S = 86_400.0
 WANTED = 0.95
-"""An exchange counts as hidden if it leaves at least this fraction of the time for training."""
+"""An exchange is treated as hidden if it leaves at least this fraction of the time for training."""
 KEPT_BYTES = 4 + 4.0
 """Bytes that a site keeps per trained parameter, for shared weights and outer momentum in fp32."""
 LOSS_PENALTY = (

@@ -108,7 +108,7 @@ class Directives:
         return [one for one in self._layouts if one.applied and one.number > self.layout_number]
 
     def has_changed_layout(self, step: int) -> bool:
-        """Return whether an earlier start changed the layout, or tried to, at `step` updates or later."""
+        """Return whether an earlier start changed the layout, or tried to, at or after update `step`."""
         return any(one.step >= step for one in self._layouts)
 
 

@@ -52,7 +52,7 @@ class SampledStep:
     """Time of the message to each of this rank's neighbours in the pipeline."""
     message_bytes: int
     messaging: Span
-    """The time of all messages of the sample together."""
+    """The combined time of all messages in the sample."""
 
 
 class StepLinks:

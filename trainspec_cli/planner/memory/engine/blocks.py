@@ -214,7 +214,8 @@ def attention(tape: Tape, x: Value, shape: Shape) -> Value:
 def rotate(tape: Tape, x: Value) -> Value:
     """Rotate `x`. This saves only cosines and sines, which all layers share."""
     size = 0.0 if tape.fuses else x.size
-    # Half of it negated and joined, both products and their sum; in the backward pass, the products come first.
+    # Half of `x` is negated and joined to the other half; then both products are added. In the backward pass, the
+    # products come first.
     kernels = ((size, 2 * size, 2 * size, 2 * size, 3 * size), (2 * size, 2 * size, size, 2 * size, 3 * size))
     return tape.apply((x,), x.elements, scratch=(3 * size, 2.5 * size), kernels=kernels)
 
@@ -383,7 +384,7 @@ def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> V
     # Sums of the queries' gradients, and a turn's gradient in fp32; gradients of the result; copies of half the
     # queries, results and their gradients; the gradients of this turn and of the queries in the first turn.
     of_queries = (4 + 4 + width + 1.5 * width + 2.5 * width + width) * query + repeated
-    # Sums of the gradients of keys and values, in this turn, in the first one, and those that travel.
+    # Sums of the gradients of keys and values: in this turn, in the first one, and those being sent.
     of_keys = travelling + 3 * 4 * pair
     results = width * (query + pair)
     backward = of_queries + of_keys - results
@@ -707,7 +708,7 @@ def convolved(tape: Tape, x: Value, rows: float, shape: Shape) -> Value:
 def conv(tape: Tape, x: Value, rows: float, seq_len: int) -> Value:
     padded = tape.copy(x, x.elements * (1 + (CONV_TAPS - 1) / seq_len))
     weights = tape.leaf(rows * CONV_TAPS), tape.leaf(rows)
-    # So few taps per channel take less time than the memory traffic.
+    # With so few taps per channel, the arithmetic takes less time than the memory traffic.
     once = padded.size + x.size
     kernels = ((once,), (once, once, x.size))  # the gradients of the input, the weights and the bias
     return tape.apply((padded, *weights), x.elements, saved=(padded,), costly=True, kernels=kernels)

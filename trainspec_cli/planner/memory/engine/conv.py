@@ -201,7 +201,8 @@ def _classify(tape: ConvTape, x: Value, channels: int, samples: int, classes: in
     tape.products.append(Gemm(samples, classes, channels, wide=False))
     tape.parameter(classes)
     logits = tape.cast(logits, PRECISE)
-    # Softmax and its logarithm, then the loss. The backward begins with the loss's gradient, and sums that of the bias.
+    # Softmax and its logarithm, then the loss. The backward pass begins with the loss's gradient, and sums that of the
+    # bias.
     kernels = ((2 * logits.size, logits.size), (0.0, logits.size, 3 * logits.size, logits.size))
     return tape.apply((logits,), 1, saves_output=True, kernels=kernels)
 
@@ -310,7 +311,7 @@ def _works_of(part: ConvPart, width: float) -> tuple[Work, ...]:
         in_backward.append(3 * width * part.entering[1])
 
     def stated(kernels: Kernels) -> Counter[float]:
-        """Return the number of kernels by traffic, which a work states for 2 bytes per element."""
+        """Return the number of kernels by traffic, converted to 2 bytes per element as in `Work`."""
         return Counter(2.0 / width * size for size in kernels)
 
     first, *others = tape.products
@@ -321,7 +322,8 @@ def _works_of(part: ConvPart, width: float) -> tuple[Work, ...]:
         kernels=launches / 3,
         params=sum(rows * row for rows, row in tape.matrices),
         normed=tuple(tape.normed),
-        # A norm's first kernel of the backward precedes its sum; its second one and those of its statistics follow.
+        # In the backward pass, a norm's first kernel precedes its sum; its second one and those of its statistics
+        # follow it.
         before_statistics=stated(in_backward[: in_backward.index(0.0) - 1]) if tape.normed else None,
     )
     if not part.is_first:
@@ -341,7 +343,7 @@ class _ConvBlock:
 
 
 def replay(run: EngineRun, _pipeline_rank: int) -> PeakMemory:
-    """Return the bytes by cause at the memory peak of a convolutional network's step."""
+    """Return the memory in bytes, by cause, at the peak of a convolutional network's step."""
     return _ConvReplay(run).run()
 
 

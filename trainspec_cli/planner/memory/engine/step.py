@@ -107,7 +107,7 @@ def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str)
 
 
 def engine_peak(run: EngineRun, pipeline_rank: int) -> PeakMemory:
-    """Return the bytes by cause (`CAUSES`) at the memory peak of one pipeline rank, if `is_counted`."""
+    """Return the memory in bytes, by cause (`CAUSES`), at the peak of one pipeline rank, if `is_counted`."""
     family = cast("FamilyMemory", import_module(run.model.record.memory))
     return family.replay(run, pipeline_rank)
 
@@ -116,7 +116,7 @@ class FamilyMemory(Protocol):
     """The functions that a memory module (`FamilyRecord.memory`) provides."""
 
     def replay(self, run: EngineRun, pipeline_rank: int) -> PeakMemory:
-        """Return the bytes by cause (`CAUSES`) at the memory peak of a step on one pipeline rank."""
+        """Return the memory in bytes, by cause (`CAUSES`), at the peak of a step on one pipeline rank."""
 
 
 def rank_peaks(run: EngineRun) -> Iterator[PeakMemory]:
@@ -169,7 +169,7 @@ stream can use. FSDP2 allocates the buffers of all-gathers in one stream, and su
 
 
 class PeakMemory(dict[str, float]):
-    """Bytes by cause (`CAUSES`) at the memory peak of a rank's step."""
+    """Memory in bytes, by cause (`CAUSES`), at the peak of a rank's step."""
 
     idle_bytes = 0.0
     """Bytes that are reserved but unused at that moment, because the pools peak at different moments."""
@@ -358,7 +358,7 @@ class Sharding:
 
 
 def replay(run: EngineRun, pipeline_rank: int) -> PeakMemory:
-    """Return the bytes by cause at the memory peak of a text model's step."""
+    """Return the memory in bytes, by cause, at the peak of a text model's step."""
     return _Replay(run, cast("TextModel", run.model), pipeline_rank).run()
 
 
@@ -418,7 +418,7 @@ class _Replay:
         self.shape = shape_of(run, model, self.layers[0])
         self.account = Account()
         self.message_bytes = self.shape.outside_tokens * model.hidden_size * self.width
-        """Bytes of the hidden states between two stages or two blocks."""
+        """Size in bytes of the hidden states passed between two stages or two blocks."""
         self.angles_bytes = 2.0 * self.shape.seq_len * model.rotated_size * self.width if model.rotates else 0.0
         self.stages = {stage: self._stage(stage) for stage in run.layout.stages_of_rank(pipeline_rank)}
 

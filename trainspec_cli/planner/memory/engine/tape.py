@@ -23,7 +23,7 @@ PRECISE = 4.0
 INDEX = 8.0
 """Bytes per index."""
 NF4_INDEX = 2.0
-"""Index bytes per 4-bit weight, because two weights share a 4-byte index."""
+"""Bytes of index per 4-bit weight: two weights share a 4-byte index."""
 Kernels = Sequence[float]
 """Bytes that each kernel reads and writes."""
 Event = Literal["gather", "free", "gather_again", "reduce"]
@@ -128,11 +128,11 @@ class Tape:
         self.recomputes = False
         """True if the forward pass is being recomputed for a backward pass."""
         self.recalls = False
-        """True if the costly results of the first forward pass were kept."""
+        """True if the costly results of the first forward pass were saved."""
         self.kept: list[Storage] | None = None
-        """Kept results of costly operations, for selective recomputation; None if they are not kept."""
+        """Saved results of costly operations, for selective recomputation; None if they are not saved."""
         self.recalled: deque[Storage] = deque()
-        """Kept results, which the recomputed forward pass uses."""
+        """Saved results that the recomputed forward pass uses."""
         self.put_off: list[tuple[Storage, Storage]] | None = None
         """Storages that deferred weight gradients need; None if weight gradients are not deferred."""
         self.saves_left = float("inf")
@@ -254,8 +254,8 @@ class Tape:
         kernels: tuple[Kernels, Kernels] | None = None,
     ) -> Value:
         """Record a new value computed from `inputs`, with a new gradient for each input in the backward pass.
-        `scratch`: additional bytes that are live during the forward and the backward pass, respectively. `kernels`:
-        those of the forward and the backward pass. By default, there is one for the result and one for each gradient,
+        `scratch`: additional bytes that are live during the forward and backward passes, respectively. `kernels`:
+        those of the forward and backward passes. By default, there is one for the result and one for each gradient,
         which also reads what was saved; a costly operation (a product or attention) has none."""
         out_bytes = elements * (self.width if width is None else width)
         if kernels is None and not costly:
@@ -388,7 +388,7 @@ class Tape:
         return self._recorded(out, (x,), begin), turn
 
     def dequantised_linear(self, x: Value, weights: float, elements: float) -> Value:
-        """Multiply by a frozen matrix that is dequantised in the forward and again in the backward pass."""
+        """Multiply by a frozen matrix that is dequantised in the forward pass and again in the backward pass."""
         whole = weights * self.width
         scales = PRECISE * weights / NF4_BLOCK
         peak = whole + scales + min(weights, NF4_CHUNK) * (PRECISE + NF4_INDEX)

@@ -154,7 +154,7 @@ def expert_matrices(model: DecoderModel, ep: int) -> Iterator[tuple[int, int, in
 
 
 def experts_unit(model: TextModel, layout: Layout) -> Unit:
-    """Return the experts of one rank of ep, sharded over the remaining ranks: by row if only the numbers of rows divide
+    """Return the experts of one rank of ep, sharded over the remaining ranks: by row if only the row counts divide
     evenly, otherwise by expert."""
     decoder = model.as_decoder
     shards = layout.expert_ranks // layout.ep
@@ -238,7 +238,7 @@ def _bytes_of_row(optimizer: KeptState, matrix: Matrix, in_block: bool) -> float
 def is_hidden(matrix: Matrix) -> bool:
     """Return whether muon orthogonalises this matrix of a block; vectors and convolution kernels use adamw.
 
-    Stacked biases also count as matrices, but there are only a few."""
+    Stacked biases are also treated as matrices, but there are only a few."""
     return matrix[1] not in (1, CONV_TAPS)
 
 

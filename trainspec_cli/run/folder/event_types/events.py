@@ -106,7 +106,8 @@ class DirectiveEvent(SchedulerEvent):
     layout: WrittenLayout | Absent = ABSENT
     """The new layout."""
     largest_micro_batch_size: Count | Absent | None = ABSENT
-    """For layers and layout: the largest micro-batch that fits in memory in the new layout; None if unknown."""
+    """For layers and layout: the size, in samples, of the largest micro-batch that fits in memory in the new layout;
+    None if unknown."""
     largest_stage_layers: Count | Absent | None = ABSENT
     pause_s: Seconds | Absent = ABSENT
     """For layers and layout: duration of the change."""

@@ -119,7 +119,7 @@ def bundle(
 
 def _load_recipes(arguments: Sequence[str]) -> Iterator[WantedRecipe]:
     """Yield the recipes. Raises RecipeError for a key=value before the first recipe or for a repeated name, and the
-    errors of `load`."""
+    same errors as `load`."""
     groups: dict[str, list[str]] = {}
     current: list[str] | None = None
     for word in arguments:

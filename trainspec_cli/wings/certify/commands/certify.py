@@ -235,7 +235,7 @@ def _certify_here(
 def _certify_engine(
     command: str, only: list[str], processes: int | None, folder: Path | None, *, listed: bool
 ) -> Certificate | None:
-    """Measure another engine. Raises the errors of `_certify_here`, and WorkerError if an answer is wrong."""
+    """Measure another engine. Raises the same errors as `_certify_here`, and WorkerError if an answer is wrong."""
     machine = machine_here()
     processes = processes or ENGINE_PROCESSES
     if len(machine.gpu_names) < processes:

@@ -48,7 +48,7 @@ BACKWARD_FLOPS = 2.5
 CONVOLUTIONS = {"convolution": 0, "convolution_backward": 1}
 """Convolutions -> the index of their input in their arguments, which is followed by the weight."""
 LOOKUPS = ("embedding", "index", "index_select", "gather")
-"""Operations that read only the rows of their first tensor that they return."""
+"""Operations that read only those rows of their first tensor that they return."""
 SCATTERS = ("index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
 """Operations that change only some rows of their first tensor."""
 WRITES = ("fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_")
@@ -80,7 +80,7 @@ class ChipCosts:
 
     def rates(self, dtype: torch.dtype) -> Rates:
         if dtype.itemsize == 1 and dtype.is_floating_point:
-            # The planner has one rate for e4m3 and e5m2, and assumes bf16 results.
+            # The planner uses the same rate for e4m3 and e5m2, and assumes bf16 results.
             return rates_of(self.chip, "fp8", "bf16", self.eff)
         name = format_of(dtype)
         return rates_of(self.chip, name, name, self.eff)

@@ -127,7 +127,7 @@ def to_device(host: Tensor) -> DeviceTensor:
     """Return a device tensor with these values. The source may change once this returns."""
     made = new_tensor(host)
     if MEMORY.has_values and SCHEDULER.random is not None:
-        # In order mode, new memory is overwritten later in its stream, which would destroy values written now.
+        # In order mode, new memory is overwritten later in its stream, so values written now would be destroyed.
         _queue(partial(made.memory.copy_, host.clone()))
     elif MEMORY.has_values:
         made.memory.copy_(host)
@@ -703,7 +703,7 @@ class EmulatedDevice:
     kind = DeviceKind("gloo", is_profiled=False, compiles=False, has_norm_kernels=True)
 
     def register(self) -> None:
-        """Register the device in this process, which cannot be undone. `TRAINSPEC_EMULATED` contains its settings."""
+        """Register the device in this process; this cannot be undone. `TRAINSPEC_EMULATED` contains its settings."""
         if _libraries:
             return
         settings = read_settings(os.environ.get(EMULATED, ""))

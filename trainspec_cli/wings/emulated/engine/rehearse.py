@@ -57,7 +57,7 @@ class LonelyCosts(ChipCosts):
     """The size of the largest message so far."""
 
     def exchange_s(self, kind: str, ranks: Sequence[int], nbytes: float) -> float:
-        # Messages within a stage belong to ring attention, at which all ranks arrive at the same time.
+        # Messages within a stage belong to ring attention, which all ranks reach at the same time.
         if kind in ("send", "recv") and len({rank // self.per_stage for rank in ranks}) > 1:
             self.message_bytes = max(self.message_bytes, int(nbytes))
             return 0.0

@@ -65,7 +65,7 @@ class AttachedRun:
         from torch.utils.data import DataLoader
 
         ranks = self._join()
-        samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset lacks __len__; map-style data sets have it
+        samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset has no __len__; map-style data sets have it
         sharding = {"rank": ranks.number, "ranks": ranks.count}
         counts: tuple[int, ...] = ()
         if largest_share is not None:

@@ -168,8 +168,8 @@ class FarSites(Coordinator):
         """Send and apply the exchanges that are due at this step. Return False if the run was asked to stop in the
         meantime."""
         outer = self._outer
-        # Several exchanges may be due: without a delay, a sum is applied in the same step that it is sent in, and round
-        # 0 is applied at once.
+        # Several exchanges may be due: without a delay, a sum is applied in the same step in which it is sent, and
+        # round 0 is applied at once.
         while exchange := self._next:
             step = self._progress.step
             if exchange.round and exchange.sent_at == step and not outer.sent_round:
@@ -231,7 +231,7 @@ class FarSites(Coordinator):
         outer.take_shared()
         if self._link:
             self._link.joined()
-        assert self._record is not None, "the round that this site continues from was applied"
+        assert self._record is not None, "the round that this site resumes from has been applied"
         self._progress = TrainProgress(self._record.exchange.applied_at, self._progress.samples)
         return True
 

@@ -55,7 +55,7 @@ class SiteAccess:
     secret: bytes
     hello: Callable[[], SiteHello]
     silence_s: float
-    """A server counts as lost after this many seconds of silence."""
+    """A server is treated as lost after this many seconds of silence."""
 
 
 class SiteConnection:
