@@ -63,8 +63,8 @@ class Cluster:
         self._groups = replica_groups
         apart = layout.ep * layout.etp // (layout.cp * layout.tp)
         self._exchanging_rows = max(1, apart)
-        """Number of neighbouring ranks that exchange tokens of experts in every layer, and therefore wait for the
-        slowest of them."""
+        """Number of neighbouring ranks that exchange tokens for their experts in every layer, and therefore wait for
+        the slowest of them."""
         speeds = [[stage.compute, stage.scaleup, stage.network] for stage in parts.stages]
         self._fixed_s = np.array([[speed.fixed_s for speed in stage] for stage in speeds])
         self._per_sample_s = np.array([[speed.per_sample_s for speed in stage] for stage in speeds])
@@ -168,7 +168,8 @@ class Cluster:
         together = self._exchanging_rows
         if together == 1:
             return device_s
-        # Ranks that exchange tokens of experts synchronise in every layer, so they are all as slow as the slowest one.
+        # Ranks that exchange tokens for their experts synchronise in every layer, so they are all as slow as the
+        # slowest one.
         blocks = device_s.reshape(self._stages, -1, together).max(2)
         return np.repeat(blocks, together, axis=1)
 

@@ -1,8 +1,8 @@
 """Layout decisions of the simulated live run: moving layers between stages, and switching to other layouts.
 
 As in `advisor.py` and the engine, `balance.decisions` and the planner's search decide on the basis of measured speeds.
-Each device is assumed to know its own compute time, without waits for devices that work on the same samples: the usual
-time for a device that no event slows, and the measured time of its group for a slowed device."""
+Each device is assumed to know its own compute time, excluding time spent waiting for devices that work on the same
+samples: the usual time if no event slows it, otherwise its group's measured time."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def _usage_problem(name: str, error: Any) -> Problem:
         meant = _meant_option(error.ctx, option)
         if COMMANDS[name].takes_command:
             own = f"{meant or hint}; your own command, with its options, goes after --"
-            # Suggest what to type instead of an option of Slurm's sbatch.
+            # Suggest what to type in place of a Slurm `sbatch` option.
             from trainspec_cli.recipe.rules.run import KEYS, OF_SCRIPT, PREFIX
 
             if name != "sbatch" or option not in {*KEYS, *OF_SCRIPT, "gres", "gpus-per-node", "mail-type"}:

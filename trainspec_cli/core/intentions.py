@@ -194,7 +194,7 @@ FORMER_WORDS: Mapping[tuple[str, str, str], Former] = {
     for section in ("CommSpec", "WireFormats")
     for key in ("gradients", "across_nodes")
 }
-"""Former values, by the class of their section, by key, and by value."""
+"""Values that are no longer accepted, keyed by section class, then key, then the former value."""
 FORMER_OPTIONS: Mapping[tuple[str, str], Former] = {("comm", "low_rank"): _LOW_RANK}
 """Former options, by group and by option."""
 

@@ -103,7 +103,7 @@ def magnitude_table(device: torch.device | str) -> Tensor:
 
 @torch.no_grad()
 def quantise(weight_FD: Tensor) -> Nf4:
-    """Quantise a full fp32 matrix, whose number of columns is even, to NF4."""
+    """Quantise a full fp32 matrix with an even number of columns to NF4."""
     rows, columns = weight_FD.shape
     blocks = F.pad(weight_FD, (0, -columns % NF4_BLOCK)).view(-1, NF4_BLOCK)
     largest = blocks.abs().amax(dim=1)

@@ -109,7 +109,7 @@ def even_division_of(plan: Plan) -> Division:
 
 def waits_in_micro_batches(layout: Layout) -> bool:
     """Return whether data-parallel ranks wait for one another in every micro-batch. They do if each micro-batch gathers
-    parameters, reduces gradients or exchanges tokens of experts. In a pipeline they do not, because the stages
+    parameters, reduces gradients or exchanges tokens for experts. In a pipeline they do not, because the stages
     overlap."""
     experts = layout.ep * layout.etp > layout.cp * layout.tp
     return layout.pp == 1 and (layout.shards_parameters or layout.exchanges_every_backward or experts)

@@ -193,7 +193,7 @@ def counts_updates(layout: Layout, even: Division) -> bool:
 
 
 def samples_per_s(speeds: Sequence[Speed | None]) -> float:
-    """Return the number of samples per second that ranks with these speeds compute in total."""
+    """Return the total number of samples per second that ranks with these speeds process."""
     return sum(0.0 if speed is None else 1 / speed.per_sample_s for speed in speeds)
 
 

@@ -245,7 +245,7 @@ class SpeedTracker:
         )
 
     def _update_s(self, steps: int) -> float:
-        """Return the median duration of the updates in the last `steps` steps, from which a speed was learnt."""
+        """Return the median update duration over the last `steps` steps that were used to learn a speed."""
         return median(list(self._updates_s)[-steps:])
 
     def _are_enough(self, paces: Sequence[float]) -> bool:

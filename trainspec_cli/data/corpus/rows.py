@@ -42,7 +42,7 @@ class Rows(Protocol):
     def read(self, index: int) -> Row: ...
 
     def counted(self, index: int) -> int:
-        """Return the number of targets in the row that count in the loss, without reading the row."""
+        """Return the number of targets in the row that count towards the loss, without reading the row."""
 
 
 def empty_row(seq_len: int, *, documents: bool) -> Row:

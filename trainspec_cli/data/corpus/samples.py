@@ -76,7 +76,7 @@ class SampleOrder(Protocol):
     def rows(self, positions: np.ndarray) -> list[Row]: ...
 
     def counted(self, positions: np.ndarray) -> int:
-        """Return the total number of targets in these rows that count in the loss."""
+        """Return the total number of targets in these rows that count towards the loss."""
 
 
 @dataclass(frozen=True)

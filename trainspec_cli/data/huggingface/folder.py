@@ -55,7 +55,7 @@ def read_config(folder: Path, name: str = CONFIG) -> JsonObject:
 def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
     """Return the tensors of `model`.
 
-    Raises RecipeError, which names missing or unexpected tensors and those with a wrong shape, and MachineError if a
+    Raises RecipeError, naming any tensors that are missing, unexpected or of the wrong shape, and MachineError if a
     file is damaged."""
     model_type(model)
     check_count(model)

@@ -63,7 +63,7 @@ def _refuse_nanogpt(folder: Path) -> None:
 def open_other(folder: Path, model: DecoderModel) -> dict[str, PartedTensor]:
     """Return the tensors of `model`, under Hugging Face's names.
 
-    Raises RecipeError, which names missing or unexpected tensors and those with a wrong shape, and MachineError if a
+    Raises RecipeError, naming any tensors that are missing, unexpected or of the wrong shape, and MachineError if a
     file is damaged."""
     _refuse_nanogpt(folder)
     check_count(model)

@@ -162,7 +162,7 @@ def load_loss(
         parts_T = torch.cat([call(logits_TV[part], targets_T[part]) for part in (slice(1), slice(1, None))])
         (gradient_TV,) = torch.autograd.grad(whole_T.sum(), logits_TV)
     if not torch.allclose(whole_T, parts_T, rtol=LOSS_AGREEMENT, atol=LOSS_AGREEMENT):
-        what = "returns a different loss for a token alone than among other tokens"
+        what = "returns a different loss for a token on its own than for the same token among others"
         raise refused(
             extension, what, "compute loss i from logits[i] and targets[i] alone; the engine computes the mean"
         )

@@ -333,7 +333,8 @@ def end_connections() -> None:
 
 @contextmanager
 def borrow(descriptor: int) -> Iterator[socket.socket]:
-    """Yield the socket of a descriptor, which remains open afterwards. Raises OSError if it is not a socket."""
+    """Yield a socket for a file descriptor; the descriptor remains open afterwards. Raises OSError if it is not a
+    socket."""
     borrowed = socket.socket(fileno=descriptor)
     try:
         yield borrowed

@@ -26,8 +26,8 @@ Started = tuple[Tensor, Callable[[], Tensor]]
 
 
 class TimeCollective(Protocol):
-    """A timer that is entered around each exchange. It gets the number of bytes that this rank sends, or, if the
-    message is negligible, None on all ranks of the group."""
+    """A context manager that times an exchange. It is given the number of bytes that this rank sends or, if the message
+    is negligible, None on all ranks of the group."""
 
     def __call__(self, sent_bytes: float | None = None, /) -> AbstractContextManager[bool]:
         """Yield whether the exchange must be complete at the end of the block, even if it could overlap with other
@@ -125,7 +125,7 @@ def swap_rows(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) ->
 
 def start_swap(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) -> Wait:
     """Start `swap_rows`. Receives are posted first: between two ranks, gloo's all-to-all queues its ready-to-receive
-    notice behind the data that it sends, so that one direction often waits for the other."""
+    notice behind the data that it sends, so one direction often waits for the other."""
     rank = group.rank()
     others = [peer for peer in range(group.size()) if peer != group.rank()]
     under_way = [dist.irecv(received_RB[peer], group=group, group_src=peer) for peer in others]
@@ -143,8 +143,8 @@ def start_swap(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) -
 @dataclass(frozen=True)
 class Tiers:
     """A group whose ranks are spread evenly over several elements (such as switches) of the network's tiers. Sums are
-    first computed within an element, so that each rank exchanges only its part with other elements (Thakur et al. 2005
-    in each tier). The order of summation differs from that of one all-reduce over all ranks."""
+    first computed within an element, so each rank exchanges only its part with other elements (Thakur et al. 2005 in
+    each tier). The order of summation differs from that of one all-reduce over all ranks."""
 
     levels: tuple[dist.ProcessGroup, ...]
     """This rank's process groups, innermost first: the ranks below the same element and then, for each tier, the ranks

@@ -297,7 +297,7 @@ def total(losses: Sequence[HeldoutLoss]) -> HeldoutLoss:
 
 
 def heldout_batches(rows: Rows, batch_size: int, rank: int, num_ranks: int) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-batches. The last batches are padded with rows that do not count in the loss."""
+    """Yield this rank's micro-batches. The last batches are padded with rows that do not count towards the loss."""
     for turn in range(math.ceil(len(rows) / (batch_size * num_ranks))):
         first = (turn * num_ranks + rank) * batch_size
         read = [rows.read(index) for index in range(first, min(first + batch_size, len(rows)))]

@@ -5,8 +5,8 @@ time: the forward pass computes each chunk's loss and, while its logits exist, a
 one_hot), so the backward pass only scales them. The idea is from Liger Kernel (arXiv:2410.10989).
 
 Chunks are small because the softmax is in fp32. The matmuls with d logits are computed for groups of chunks, because
-adding each result to the weight's fp32 gradient moves 10 bytes per weight. In that time an H100 computes 2,000 FLOPs,
-while the matmuls of a chunk of 261 tokens (for a vocabulary of 128k) take only 6 x 261 FLOPs per weight.
+adding each result to the weight's fp32 gradient moves 10 bytes per weight. In that time, an H100 can perform 2,000
+FLOPs, while the matmuls of a chunk of 261 tokens (for a vocabulary of 128k) take only 6 x 261 FLOPs per weight.
 
 Shapes: T tokens, D hidden size, V vocabulary, C tokens of one chunk, G tokens of one group.
 """

@@ -81,10 +81,10 @@ class FeedForward(GatedActivation):
 
 
 class BatchNorm(nn.Module):
-    """Batch normalisation: by the batch's statistics in training, and by their running means in evaluation
+    """Batch normalisation: uses the batch's statistics in training, and their running means in evaluation
     (arXiv:1502.03167).
 
-    In every layout, the statistics equal those of a single process that computes all ranks' micro-batches. They are
+    In every layout, the statistics equal those of a single process that runs all ranks' micro-batches. They are
     computed in at least fp32. Shapes: B samples, C channels, then the spatial dimensions.
     """
 
@@ -176,9 +176,9 @@ class _FusedBatchNorm(torch.autograd.Function):
     """The same with the kernels of torch's SyncBatchNorm: two per direction that read x in its own format, and one
     exchange per direction.
 
-    SyncBatchNorm gathers the statistics of each rank. Here, ranks sum their moments, so that the exchange does not grow
-    with the number of ranks and ranks without samples are no special case. In fp64, a mean far from 0 does not cancel
-    the variance.
+    SyncBatchNorm gathers the statistics of each rank. Here, ranks sum their moments, so the exchange does not grow with
+    the number of ranks, and ranks without samples need no special case. In fp64, the variance is not lost to
+    cancellation when the mean is far from 0.
     """
 
     @staticmethod

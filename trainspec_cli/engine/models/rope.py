@@ -23,11 +23,11 @@ def rope_angles(
         # in between.
         if (
             scaling.kind == "llama3"
-        ):  # Llama 3: the bounds are wavelengths; interpolate in the number of rotations within the original length
+        ):  # Llama 3: the bounds are wavelengths; interpolate over the number of rotations within the original length
             turns = scaling.original_seq_len * frequencies / (2 * math.pi)
             kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
             kept = kept.clamp(0, 1)
-        else:  # YaRN: the bounds are numbers of rotations; interpolate in the frequency's index
+        else:  # YaRN: the bounds are rotation counts; interpolate over the frequency index
 
             def index_of(turns: float) -> float:
                 return head_dim * math.log(scaling.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))

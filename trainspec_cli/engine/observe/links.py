@@ -61,8 +61,8 @@ class GroupSample:
 
 
 class LinkTimer:
-    """A timer that is entered around each exchange of one process group, with the number of bytes that a rank sends.
-    All ranks of the group make the same calls."""
+    """A context manager that times each exchange of one process group; it is given the number of bytes that the rank
+    sends. All ranks of the group make the same calls."""
 
     def __init__(self, clock: StepClock, group: dist.ProcessGroup, *, is_hidden: bool = False):
         """`is_hidden`: the exchanges overlap with other work, unless they are timed."""

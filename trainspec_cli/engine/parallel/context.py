@@ -367,8 +367,8 @@ class _Product:
 
 
 class _LateGradient(torch.autograd.Function):
-    """The parameters' part of a linear layer: computes their gradients from the gradient of the layer's output. The
-    result of the forward pass has the output's shape but no values; it connects the two parts."""
+    """The parameter half of a linear layer's backward pass: computes the parameter gradients from the gradient of the
+    layer's output. The result of the forward pass has the output's shape but no values; it connects the two parts."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bias: Tensor | None, rows: int, product: _Product) -> Tensor:

@@ -196,8 +196,8 @@ class GradientSums:
 
 
 class ModuleSums:
-    """The exchanges of one module in the form in which FSDP2 calls them: a reduce-scatter over several shards, and a
-    hook that gets the sum over shards. Both return before anything is summed."""
+    """One module's exchanges, wrapped in the interface that FSDP2 expects: a reduce-scatter over several shards, and a
+    hook that receives the sum over shards. Both return before anything is summed."""
 
     def __init__(
         self,

@@ -96,7 +96,7 @@ class Mailbox:
         self._posted: dict[Message, tuple[Tensor, Any]] = {}
         self._sent: list[tuple[Tensor, Any]] = []
         self._expected = {sender: deque[Message]() for sender in range(len(schedule)) if sender != self.rank}
-        """The messages that this rank will receive from each other rank, in the sender's order."""
+        """The messages that this rank will receive from every other rank, in the sender's order."""
         for sender, expected in self._expected.items():
             sent = (message_after(layout, action) for action in schedule[sender])
             expected.extend(one for one in sent if one is not None and layout.rank_of_stage(one.stage) == self.rank)

@@ -171,8 +171,8 @@ class ReplicaGroups(Coordinator):
                 f"the parameters of {named} from the other groups' after step {self._progress.step}: "
                 "a value changed without an update",
                 code="diverged",
-                hint="test that group's memory and devices; continue from a checkpoint that is older than the "
-                "last comparison without differences",
+                hint="test that group's memory and devices; continue from a checkpoint older than the "
+                "last comparison that found no differences",
             )
 
     # The samples and exchanges of a step

@@ -54,7 +54,7 @@ EMPTY_STEPS = 12
 WARMUP_STEPS = 6
 """Number of initial steps, which allocate memory. Afterwards, the heap hardly grows."""
 REFERENCE_STEPS, CURVES_BETWEEN = 3, 4
-"""(steps, curves): each reference takes this many steps before every group of that many curves. That way, load that
+"""(steps, curves): each reference runs for `steps` steps before each group of `curves` curves. That way, load that
 varies during the probe affects the references as it affects a run."""
 LONG_STEP_S = 1.0
 """A reference whose steps take longer than this, in seconds, runs only a few of them. That happens in formats that the

@@ -281,7 +281,7 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
                     state,
                     [
                         fake_batch(plan, state) for _ in range(count)
-                    ],  # no reference remains, so that the modules are freed before the next count
+                    ],  # no references remain, so the modules are freed before the next count
                     global_tokens=plan.tokens_per_step,
                     clip_norm=plan.spec.optim.grad_clip_norm,
                 )

@@ -49,7 +49,7 @@ class Efficiency:
     tail_waves: float = 0.466
     """Fraction of a wave of tiles that is idle at the end of a matrix multiplication."""
     misalignment: float = 0.36
-    """Fraction of the rate lost for each halving, below 64, of the largest power of two that divides a matrix dimension
+    """Fraction of the rate lost each time the largest power of two dividing a matrix dimension halves below 64
     (tensor-core tiles)."""
     attention_forward: float = 0.694
     """Rate of fused attention relative to the sustained bf16 matmul rate."""
