@@ -155,7 +155,7 @@ class Cluster:
         return StepSeconds(computed_s, passes_s, updates_s, ranks_s, exchanged_s, total_s)
 
     def _in_step_s(self, fixed_s: Floats, growing_s: Floats, counts: Floats, micro_batches: Floats) -> float:
-        """For a pipeline with one stage, return the slowest rank's time, summed over all micro-batches."""
+        """Return the slowest rank's time, summed over all micro-batches, for a pipeline with one stage."""
         each, larger = np.divmod(counts, np.maximum(micro_batches, 1))
         passes_s = 0.0
         for turn in range(int(micro_batches.max())):

@@ -44,8 +44,8 @@ def best_step(
     *,
     keeps_micro_batches: bool,
 ) -> Ideal:
-    """Return the shortest time that the present groups need for a step of `samples`, for any shares and any number of
-    micro-batches of at most `largest_micro_batch` samples. `even` is each group's usual division."""
+    """Return the shortest time that the present groups need for a step of `samples`, over all possible shares and
+    numbers of micro-batches of at most `largest_micro_batch` samples. `even` is each group's usual division."""
     ranks = sum(group.size for group in groups)
     _, each_s = cluster.lines(condition, even.count_micro_batches(samples // len(groups)), samples / ranks)
     rates = [float((1 / each_s[group.rows]).sum()) for group in groups]

@@ -88,7 +88,7 @@ class OtherLayouts:
 
         `paces`: slowdown of each global rank's compute; the median, and paces within `scheduler.change` of it, are
         treated as usual. `links`: slowdown of exchanges; by default they are as fast as planned. Savings that another
-        layout would also bring on equally fast ranks do not count, because the plan has already considered them."""
+        layout would also bring on equally fast ranks do not count, because the planner has already considered them."""
         if self._spec.resilience.keeps_layout:
             return None  # replica groups and sites exchange parameters by their position, which depends on the layout
         relative = equalise_paces(paces, self._spec.scheduler.change)
@@ -131,8 +131,8 @@ class OtherLayouts:
 
     @cached_property
     def others(self) -> tuple[Setup, ...]:
-        """Return every layout and micro-batch size from the planner's search that the engine supports and that may fit,
-        without a layer split."""
+        """Return all layouts (without layer splits) and micro-batch sizes from the planner's search that the engine
+        supports and that may fit."""
         wanted = replace(open_layout(self._spec), stage_layers=None)
         batching = replace(self._spec.batching, global_batch_size=self._samples)
         fabric = self._template.fabric

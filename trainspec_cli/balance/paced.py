@@ -1,5 +1,5 @@
-"""Step times of a layout on ranks with measured speeds, with the best sample shares and layer split, and their lower
-bound."""
+"""Step times of a layout on ranks with measured speeds, given the best sample shares and layer split, and a lower bound
+on these times."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Simulate a disturbed run step by step with the planner's times: with the live decisions (`live`), with even shares,
-and with the optimum."""
+"""Simulate a disturbed run step by step, using the planner's times: with the live decisions (`live`), with even shares,
+and at the optimum."""
 
 from __future__ import annotations
 

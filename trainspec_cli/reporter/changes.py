@@ -79,7 +79,7 @@ def without_old_advice(directives: Iterable[DirectiveEvent]) -> list[DirectiveEv
 
 
 def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = None) -> RunChange:
-    """`step 30: shares are now 9, 9, 5, 9 of 32: data-parallel rank 2 computes a sample in 44 ms (median: 24 ms);
+    """`step 30: shares are now 9, 9, 5, 9 of 32: data-parallel rank 2 takes 44 ms per sample (median: 24 ms);
     38% less compute time is expected`."""
     if event.kind in ("layers", "layout"):
         # `the layout is now pp=2 dp_shard=2, and was dp_shard=4: the recipe plans it; 120 MiB moved in 310 ms, with at

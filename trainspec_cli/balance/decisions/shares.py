@@ -208,23 +208,23 @@ def group_weights(rates: Sequence[float], change: float) -> tuple[float, ...]:
 
 
 def describe_rates(groups: Sequence[int], rates: Sequence[float]) -> str:
-    """Describe the group that differs most: `replica group 1 computes 12.5 samples per second (median: 25)`."""
+    """Describe the group that differs most: `replica group 1 processes 12.5 samples per second (median: 25)`."""
     usual = median(rates)
     odd = max(range(len(rates)), key=lambda place: max(rates[place] / usual, usual / rates[place]))
     if rates[odd] == usual:
-        return f"all replica groups compute about {usual:.3g} samples per second"
-    return f"replica group {groups[odd]} computes {rates[odd]:.3g} samples per second (median: {usual:.3g})"
+        return f"all replica groups process about {usual:.3g} samples per second"
+    return f"replica group {groups[odd]} processes {rates[odd]:.3g} samples per second (median: {usual:.3g})"
 
 
 def describe_speeds(speeds: Sequence[Speed]) -> str:
-    """Describe the rank that differs most: `data-parallel rank 2 computes a sample in 41 ms (median: 20 ms)`."""
+    """Describe the rank that differs most: `data-parallel rank 2 takes 41 ms per sample (median: 20 ms)`."""
     usual_s = median_low(speed.per_sample_s for speed in speeds)
     ratios = [max(speed.per_sample_s / usual_s, usual_s / speed.per_sample_s) for speed in speeds]
     odd = ratios.index(max(ratios))
     if speeds[odd].per_sample_s == usual_s:
-        return f"all ranks compute a sample in about {format_duration(usual_s)}"
+        return f"all ranks take about {format_duration(usual_s)} per sample"
     own_s = format_duration(speeds[odd].per_sample_s)
-    return f"data-parallel rank {odd} computes a sample in {own_s} (median: {format_duration(usual_s)})"
+    return f"data-parallel rank {odd} takes {own_s} per sample (median: {format_duration(usual_s)})"
 
 
 # Decide when to drop a node, by weighing the time saved against the cost of a restart.

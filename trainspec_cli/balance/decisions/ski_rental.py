@@ -11,7 +11,8 @@ from typing import Generic, TypeVar
 Choice = TypeVar("Choice")
 ADVICE_S = 30.0
 """Advice is given once a change has been wanted for this many seconds of training. Waiting costs nothing, because
-advice changes nothing. On a busy machine, other programs may slow one rank after another for a few seconds each."""
+advice changes nothing. On a busy machine, other programs may slow down one rank after another, each for a few
+seconds."""
 
 
 def patience_s(mode: str) -> float:

@@ -272,7 +272,7 @@ class TokenFolder:
         return read_documents(self.path, split, self.num_tokens(split))
 
     def verify(self) -> None:
-        """Read every file and compare its digest. Raises MachineError, which names an altered file."""
+        """Read every file and compare its digest. Raises MachineError, naming an altered file."""
         digests = {TOKENIZER_FILE: self.manifest.tokenizer_sha256}
         for split in SPLITS:
             digests |= {shard.file: shard.sha256 for shard in self.manifest.split(split).shards}

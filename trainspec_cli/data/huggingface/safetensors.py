@@ -91,7 +91,7 @@ def _read_index(file: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in one file. Raises MachineError, which names the file or the faulty tensor."""
+    """Return the tensors in one file. Raises MachineError, naming the file or the faulty tensor."""
     if not file.is_file():
         raise _damaged(file, "is missing, but the index names it")
     with open_regular(file) as content:

@@ -31,7 +31,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 
 def read_state(file: Path, inside: tuple[str, ...] = ()) -> dict[str, PartedTensor]:
     """Return the tensors of a state dict that was saved by itself, or in a dict under one of the keys in `inside`.
-    Other values are omitted. Raises MachineError, which names the file and the faulty tensor."""
+    Other values are omitted. Raises MachineError, naming the file and the faulty tensor."""
     archive = TorchArchive(file, 0, file.stat().st_size)
     try:
         held = as_dict(archive.value)
@@ -379,7 +379,7 @@ class Checkpoint:
         return {name: shape for name, (shape, _chunks) in self._tensors.items()}
 
     def open(self, name: str) -> PartedTensor:
-        """Return the location of a tensor. Raises MachineError, which names the tensor or the file."""
+        """Return the location of a tensor. Raises MachineError, naming the tensor or the file."""
         shape, chunks = self._tensors[name]
         parts = tuple(self._part(name, start, size) for start, size in chunks)
         whole = PartedTensor(shape, parts)

@@ -26,8 +26,8 @@ Started = tuple[Tensor, Callable[[], Tensor]]
 
 
 class TimeCollective(Protocol):
-    """A context manager that times an exchange. It is given the number of bytes that this rank sends or, if the message
-    is negligible, None on all ranks of the group."""
+    """Returns a context manager that times one exchange, given the number of bytes that this rank sends or, if the
+    message is negligible, None on all ranks of the group."""
 
     def __call__(self, sent_bytes: float | None = None, /) -> AbstractContextManager[bool]:
         """Yield whether the exchange must be complete at the end of the block, even if it could overlap with other

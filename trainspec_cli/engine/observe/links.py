@@ -61,8 +61,8 @@ class GroupSample:
 
 
 class LinkTimer:
-    """A context manager that times each exchange of one process group; it is given the number of bytes that the rank
-    sends. All ranks of the group make the same calls."""
+    """Times the exchanges of one process group. Each call, given the number of bytes that the rank sends, returns a
+    context manager for one exchange. All ranks of the group make the same calls."""
 
     def __init__(self, clock: StepClock, group: dist.ProcessGroup, *, is_hidden: bool = False):
         """`is_hidden`: the exchanges overlap with other work, unless they are timed."""

@@ -75,9 +75,9 @@ def sample_thread(thread: int, is_over: Callable[[], bool]) -> list[StackSample]
 
 
 def is_in_exchange(files: Sequence[str]) -> bool:
-    """Return whether a stack is in an exchange with other ranks, judging by its frames' files, outermost first. Only
-    calls made from the innermost line outside of libraries count, because every forked worker's outer frames contain
-    torch's launcher.
+    """Return whether a stack is in an exchange with other ranks, judging by its frames' files, which are given
+    outermost first. Only calls made from the innermost line outside of libraries count, because every forked worker's
+    outer frames contain torch's launcher.
     """
     inner = list(takewhile(_is_library, reversed(files)))
     own = files[-1 - len(inner)] if len(inner) < len(files) else ""

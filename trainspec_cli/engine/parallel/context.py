@@ -359,7 +359,8 @@ class RegionLinear(nn.Linear):
 
 @dataclass
 class _Product:
-    """Tensors shared by the two parts of a linear layer: one for the parameters, one for the input."""
+    """Tensors shared by the two halves of a linear layer's backward pass, one for the parameters and one for the
+    input."""
 
     weight: Tensor
     bias: Tensor | None
@@ -368,7 +369,7 @@ class _Product:
 
 class _LateGradient(torch.autograd.Function):
     """The parameter half of a linear layer's backward pass: computes the parameter gradients from the gradient of the
-    layer's output. The result of the forward pass has the output's shape but no values; it connects the two parts."""
+    layer's output. The result of the forward pass has the output's shape but no values; it connects the two halves."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bias: Tensor | None, rows: int, product: _Product) -> Tensor:
@@ -384,7 +385,7 @@ class _LateGradient(torch.autograd.Function):
 
 
 class _MultiplyRows(torch.autograd.Function):
-    """The input's part of a linear layer: computes the gradient of the input."""
+    """The input half of a linear layer's backward pass: computes the gradient of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _late: Tensor, product: _Product) -> Tensor:

@@ -54,7 +54,7 @@ class DataParallel:
     replicas: Peers
     time: TimeExchange
     time_wait: TimeCollective
-    """A timer that is entered around each wait of the compute stream for FSDP2's exchanges."""
+    """Returns a context manager that times one wait of the compute stream for FSDP2's exchanges."""
     noise: NoiseProbe
     held: Mapping[str, Held]
     """How each parameter's gradient is distributed over ranks, by parameter name."""

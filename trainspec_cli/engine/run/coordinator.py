@@ -66,7 +66,7 @@ class Coordinator:
     """True if the trainer restores the state from a checkpoint before the first step; otherwise `begin` heals or
     restores it."""
     waits_for_groups = False
-    """True if each step waits for other replica groups, so that its results are on the host when it ends."""
+    """True if each step waits for other replica groups, so its results are on the host when it ends."""
     merges_at_end = False
     """True if only `bring_together` produces the weights of the last step, so they cannot be saved earlier."""
     leads = True

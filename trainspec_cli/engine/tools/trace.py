@@ -326,9 +326,9 @@ def kernels_of(device: str) -> Iterator[None]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Stands in for torch's `_fused_rms_norm` on CUDA, which has no fake version for a CPU, with the same shapes and
-    memory traffic. The kernel reads x and writes the result, like a copy; its backward pass reads dy and x and writes
-    dx, like an addition.
+    """Stands in for torch's CUDA `_fused_rms_norm`, which has no fake version for CPUs; shapes and memory traffic are
+    the same. The kernel reads x and writes the result, like a copy; its backward pass reads dy and x and writes dx,
+    like an addition.
     """
 
     @staticmethod
@@ -359,7 +359,7 @@ STAND_INS: dict[tuple[Any, str], Callable[..., Any]] = {
     (torch, "batch_norm_backward_reduce"): _sums_of_gradients,
     (torch, "batch_norm_backward_elemt"): lambda dy, x, *_: torch.add(x, dy),
 }
-"""Stand-ins for kernels of a GPU that have no fake version for a CPU, with the same shapes and memory traffic."""
+"""Stand-ins, with the same shapes and memory traffic, for GPU kernels that have no fake version for CPUs."""
 
 
 def traced_micro_batches(plan: Plan) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
-"""Rules for training at distant sites. They find recipes that sites do not support, and starts where something that a
-site needs is missing."""
+"""Rules for training at distant sites. They reject recipes that training at several sites does not support, and starts
+for which something that a site needs is missing."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class ImageFolder:
         return self._finish(middle_part(self._load(path))), np.asarray(label, dtype=np.int64)
 
     def _load(self, path: Path) -> np.ndarray:
-        """Return (C, H, W) in fp32. Raises MachineError, which names the file, if the file is not such an image."""
+        """Return (C, H, W) in fp32. Raises MachineError, naming the file, if the file is not such an image."""
         try:
             pixels = self._read(path)
         except ANY_DAMAGE as error:

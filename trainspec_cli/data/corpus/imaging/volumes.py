@@ -68,7 +68,7 @@ class VolumeFolder:
             raise RecipeError(Problem("wrong_shape", message, "data.path", "image and label must have the same size"))
 
     def _read(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Read a crop. Raises MachineError, which names the pair, if its data cannot be read."""
+        """Read a crop. Raises MachineError, naming the pair, if its data cannot be read."""
         try:
             image = open_array(pair[0])
             if image.ndim == len(self.model.input_size):
@@ -135,7 +135,7 @@ def shape_of(path: Path) -> tuple[int, ...]:
 
 
 def open_array(path: Path) -> Any:
-    """Return an array that reads only the requested slices from disk. Raises MachineError, which names the file."""
+    """Return an array that reads only the requested slices from disk. Raises MachineError, naming the file."""
     try:
         check_regular(path)
         if path.suffix == ".npy":

@@ -64,8 +64,8 @@ class OuterState:
         """The newest applied round, followed by the data of the outer gradient in flight: its round (0 if none), size
         in bytes, tokens and steps."""
         self.counts = torch.zeros(2, fragments, dtype=torch.int64)
-        """For each fragment, the number of tokens and the number of steps that this site has trained on since its work
-        on the fragment was last merged."""
+        """For each fragment, the number of tokens that this site has trained on, and the number of steps that it has
+        taken, since its work on the fragment was last merged."""
 
     def saved(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors for a checkpoint. `prefix` identifies the rank and the layout that they belong to."""
