@@ -87,8 +87,8 @@ class CrossGroupComm:
         """None after `close`."""
         opened = set(open_connections()) - before
         self._peers = opened if len(opened) == size - 1 else set()
-        """The connections to the other hosts. Empty if other threads opened connections at the same time, so that the
-        peers' connections could not be identified. In that case, only the timeout ends an exchange on the device."""
+        """The connections to the other hosts. Empty if the peers' connections could not be identified, because other
+        threads opened connections at the same time. In that case, only the timeout ends an exchange on the device."""
         backend = exchange_backend(device.type)
         if backend == "gloo" and device.type != "cpu":
             self.staged_because = f"this version of torch has no backend for {device.type}"

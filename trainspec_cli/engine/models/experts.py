@@ -164,8 +164,8 @@ class Router(nn.Module):
     Balancing without an auxiliary loss (arXiv:2408.15664): `balance_bias_E` is added to the scores for the choice only,
     and `update_balance` adjusts it after each step. Balancing with an auxiliary loss (DeepSeek-V3, arXiv:2412.19437,
     eq. 17-20, for the chosen experts): the gradient of the loss is added in the backward pass. The loss of a sequence
-    is weighted by its number of tokens, so that with `loss_scale` = 1 / global tokens the coefficient applies to the
-    mean over tokens.
+    is weighted by its number of tokens, so with `loss_scale` = 1 / global tokens, the coefficient applies to the mean
+    over tokens.
     """
 
     balance_bias_E: Tensor | None

@@ -254,7 +254,7 @@ class Segments:
 
     def exchange_time(self) -> tuple[float, float] | None:
         """Return the total duration of the step's exchanges and its exposed part; None if no exchange overlapped with
-        compute, so that all of it was exposed."""
+        compute, in which case all of it was exposed."""
         if not self.beside:
             return None
         origin = self.marks[0][1]

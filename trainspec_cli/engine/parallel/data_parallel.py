@@ -221,7 +221,8 @@ class _TimedCollective:
     def __init__(
         self, collective: Any, time_collective: TimeCollective, look: Look | None = None, *, encodes: bool = False
     ):
-        """`encodes`: whether the collective also encodes values, so that its time does not reflect a link's speed."""
+        """`encodes`: whether the collective also encodes values, in which case its time does not reflect a link's
+        speed."""
         self._collective = collective
         self._time_collective = time_collective
         self._look = look

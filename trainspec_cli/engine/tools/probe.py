@@ -211,7 +211,7 @@ def plan_of(model: DecoderModel, seq_len: int, samples: int, compute: str) -> Pl
 
 # Measure the duration of operations and collectives in seconds, by size, while all processes are busy.
 #
-# Each size is timed in short rounds. The fastest round counts, so that load from other programs has little effect. The
+# Each size is timed in short rounds. The fastest round counts, so load from other programs has little effect. The
 # effect of that load is measured by the reference steps (`probe`).
 
 

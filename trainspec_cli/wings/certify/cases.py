@@ -47,7 +47,7 @@ SAVE_AT = 10
 CLIP_FROM = 10
 """The first step that clips gradients, in runs with plain gradient descent."""
 CLIP_NORM = 0.1
-"""Smaller than the gradient norm of any family, so that every step clips."""
+"""Smaller than the gradient norm of any family, so every step clips."""
 RAMP = ((0, 4), (12, 8), (28, 12))
 """Batch-size schedule of a run with a growing batch: (samples trained on so far, batch size from then on)."""
 RAMP_SIZES = (4, 4, 4, 8, 8, 12, 12)
@@ -257,7 +257,7 @@ FP8_FAMILY = "dense"
 def cases(max_processes: int, *, with_fp8: bool = True) -> dict[str, list[Case]]:
     """Return the valid cases for each clause that has cases of its own, with at most `max_processes` processes.
 
-    `with_fp8`: whether torchao is installed, so that linear layers can compute in fp8."""
+    `with_fp8`: whether torchao is installed, which linear layers need to compute in fp8."""
     by_clause: dict[str, list[Case]] = {clause: [] for clause in OWN_CASES}
     for family, spread in ((f, s) for f in FAMILIES for s in legal_layouts(f, max_processes)):
         by_clause["NUM-1"].append(Case(family, spread))

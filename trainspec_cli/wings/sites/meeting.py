@@ -9,7 +9,7 @@ round. The decisions use only plain numbers; `now_s` is the time of any monotoni
 | returns | it follows the rounds without training, and is a member again from the next one on |
 
 A round is one exchange plus the decision that holds until the next one. Its record plans the steps until then: for each
-step and site, it contains one contiguous range of data positions, so that all sites together take every position once.
+step and site, it contains one contiguous range of data positions, so all sites together take every position once.
 
 Each exchange sends one fragment of the model, in turn (Streaming DiLoCo, arXiv:2501.18512, section 2). Steps count
 updates: an exchange sent at step 50 sends the weights after update 50. Each exchange is derived from the previous one,

@@ -48,7 +48,7 @@ class Seen:
     decided: bool
     """Whether the round that the site is waiting for has arrived."""
     follows: bool
-    """Whether the site is not a member, so that it must catch up."""
+    """Whether the site is not a member and must therefore catch up."""
     stop: bool
     """Whether at least one rank was asked to stop."""
 

@@ -38,7 +38,7 @@ class OuterShare:
 
 
 class OuterState:
-    """The outer state of a rank. Its tensors only change between steps, so that a checkpoint is consistent."""
+    """The outer state of a rank. Its tensors only change between steps, so a checkpoint is consistent."""
 
     def __init__(
         self,
