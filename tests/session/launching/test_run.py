@@ -317,7 +317,7 @@ def test_processes_that_hang_in_the_kernel_are_named(run: Run, shown: StringIO) 
     write_result(run.dir, DONE)
     run.ending = replace(run.ending, left_behind=(12, 34))
     run()
-    assert shown.getvalue().startswith("processes 12, 34 hang ")
+    assert shown.getvalue().startswith("processes 12, 34 ")
 
 
 def test_a_run_that_was_begun_anew_elsewhere_is_left_alone(run: Run) -> None:
