@@ -183,8 +183,8 @@ class OtherLayouts:
         return step.step_s * (self._faster_anyhow(step.setup) if self._is_rough else 1.0)
 
     def _faster_anyhow(self, setup: Setup) -> float:
-        """Return the planned speedup of another layout over the current one on ranks of usual speed, at least 1. This
-        speedup does not count as a gain, because the current layout was chosen despite it."""
+        """Return the planned speedup of another layout over the current one, at least 1, if all ranks run at their
+        usual speed. This speedup does not count as a gain, because the current layout was chosen despite it."""
         uncut = replace(setup, layout=replace(setup.layout, stage_layers=None))
         return max(1.0, self.steps.planned_s(self.present) / self.steps.planned_s(uncut))
 

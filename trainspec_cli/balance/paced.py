@@ -89,7 +89,8 @@ class PacedSteps:
 
     def best(self, setup: Setup, paces: Paces, largest: int) -> PacedStep:
         """Return the step in the setup's layout and layer split, with the best sample shares in micro-batches of at
-        most `largest` samples. It is never shorter than a step with the planned split on ranks of usual speed."""
+        most `largest` samples. It is never shorter than a step with the planned split on ranks running at their usual
+        speed."""
         layout = setup.layout
         fabric = setup.fabric
         parts = assemble_parts(setup, *self._once_and_twice(setup), self._steps.eff)
@@ -142,8 +143,8 @@ class PacedSteps:
         return self._samples / float((numbers * rates).sum()) * (1 + waiting_share(setup, self._steps.eff))
 
     def planned_s(self, setup: Setup) -> float:
-        """Return the planner's duration of a step in seconds on ranks of usual speed. If the setup does not specify a
-        layer split, layers are divided as if all took the same time."""
+        """Return the step time in seconds that the planner predicts for ranks running at their usual speed. If the
+        setup does not specify a layer split, layers are divided as if all took the same time."""
         key = setup.layout, setup.micro_batch_size
         if key not in self._planned_s:
             self._planned_s[key] = self._steps.step_s(setup)

@@ -413,8 +413,8 @@ def _cut_alike(problem: CutProblem, even: Borders) -> Counts | None:
     """Return the exact split for equal layers, with any number of stages per rank: only the layer counts matter.
 
     It moves a layer from the heaviest rank to the rank that would be lightest with it, as long as that rank stays
-    lighter than the heaviest. If a lighter split exists, it gives some rank more layers than now, so that rank can take
-    one."""
+    lighter than the heaviest. If a lighter split exists, it gives at least one rank more layers than it has now, which
+    means that this rank can take another layer."""
     stages = [end - start for start, end in pairwise(even)]
     rank_of = problem.rank_of_stage
     layer_s = problem.time_before[-1] / even[-1]

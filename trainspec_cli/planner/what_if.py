@@ -154,8 +154,8 @@ def _on_cpu(plan: Plan, machine: Machine, probe: MachineProbe, *, may_change: bo
         changes.append(PlannedChange(_describe_change(plan, other), factors))
     disturbed = ", disturbed by other programs" if probe.is_disturbed else ""
     basis = f"the breakdown and the suggestions are based on the probe of this machine{disturbed}"
-    # Find what bounds passes and optimizer from the time saved without matrix multiplications and attention, and from
-    # the time saved without operations that move memory. The rest is call overhead.
+    # Find what bounds the passes and the optimizer step from the time saved without matrix multiplications and
+    # attention, and from the time saved without operations that move memory. The rest is call overhead.
     no_products = replace(
         probe,
         matmul=MatmulCurves(NOTHING, NOTHING, NOTHING),

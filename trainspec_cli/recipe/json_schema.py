@@ -215,7 +215,7 @@ def group_schema(group: str, groups: Iterable[str]) -> JsonObject:
 
 
 def plain_schema(name: str, section: type) -> JsonObject:
-    """Return the schema for the files in conf/NAME, which are read without defaults and references."""
+    """Return the schema for the files in conf/NAME, which are read without defaults or references."""
     return _SchemaWriter(has_references=False).document(f"an option of conf/{name}", [section], {})
 
 

@@ -58,8 +58,8 @@ def describe_recovery(recovery: Recovery) -> RunChange:
 
 
 def advises_shares(event: DirectiveEvent) -> bool:
-    """Return whether the event only advises other sample shares, without changing them. Such advice varies with the
-    machine's load."""
+    """Return whether the event only recommends different sample shares, without changing them. Such advice varies with
+    the machine's load."""
     return not event.applied and event.kind in ("shares", "group_shares")
 
 

@@ -115,7 +115,7 @@ def test_messages_and_completions_may_stand_in_one_file() -> None:
 
 @pytest.mark.parametrize("record", [{}, {"text": "a"}, {"prompt": "a"}, {"input": "a", "output": "b"}])
 def test_a_first_record_of_no_format_is_told_all(record: dict) -> None:
-    with pytest.raises(FormatError, match="no format of conversations") as error:
+    with pytest.raises(FormatError, match="no conversation format") as error:
         format_in_file(record, None)
     assert all(
         f'{{"{name}": ' in error.value.allowed for name in ("messages", "prompt", "conversations", "instruction")

@@ -289,7 +289,7 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("a node returns unfit", PAIR, NodeUnfit(1, "b", "no GPU"), ["running", "running"],
      (Inform("node 1 (b) came back but cannot take part: no GPU"),)),
     ("no agent could be started of several groups", a_run(WAITING, WAITING), AgentsFailed(3), ["waiting", "waiting"],
-     (Refuse("agents_failed", "the launcher of the nodes' agents ended with exit code 3"),)),
+     (Refuse("agents_failed", "the node-agent launcher exited with code 3"),)),
     ("a node comes unfit while its group waits", a_run(RUNNING, WAITING), NodeUnfit(1, "b", "no GPU"),
      ["running", "waiting"], (Inform("node 1 (b) came back but cannot take part: no GPU"),)),
     ("an unfit node that has no name yet", PAIR, NodeUnfit(1, "", "no GPU"), ["running", "running"],

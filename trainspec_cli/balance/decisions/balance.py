@@ -84,8 +84,8 @@ def _in_step_s(ranks: Iterable[tuple[float, float, int]], micro_batches: int) ->
 
 
 def solve_counts(samples: int, micro_batches: int, speeds: Sequence[Speed], most: int) -> tuple[int, ...]:
-    """Return the number of samples of each rank that minimises the slowest rank's time. The result is the exact optimum
-    in whole samples.
+    """Return the number of samples for each rank that minimises the slowest rank's time. The result is the exact
+    optimum in whole samples.
 
     Each rank gets at most `most` samples, and at least one if there are enough. Raises ValueError if the ranks cannot
     hold all samples.
@@ -97,9 +97,9 @@ def solve_counts(samples: int, micro_batches: int, speeds: Sequence[Speed], most
 
 
 def solve_in_step(samples: int, micro_batches: int, speeds: Sequence[Speed], largest: int) -> tuple[int, ...]:
-    """Return the number of samples of each rank that nearly minimises the summed times of the slowest micro-batches, if
-    the ranks wait for one another in each micro-batch of at most `largest` samples. The result is optimal in 97 of 100
-    small cases, and at most 25% above the optimum in the others.
+    """Return the number of samples for each rank that approximately minimises the total time of the slowest
+    micro-batches. Ranks wait for one another in every micro-batch, and a micro-batch holds at most `largest` samples.
+    The result is optimal in 97 of 100 small cases, and at most 25% above the optimum in the others.
 
     Each rank gets at least one sample if there are enough. Raises ValueError if the micro-batches cannot hold all
     samples."""
@@ -138,7 +138,7 @@ class _Kinds(NamedTuple):
         return cls(fixed_s, sample_s, update_s, ranks, list(map(len, ranks)))
 
     def of_ranks(self, solved: _Solved) -> tuple[int, ...]:
-        """Return the number of samples of each rank."""
+        """Return the number of samples for each rank."""
         counts = [0] * sum(self.sizes)
         for ranks, count in zip(self.ranks, solved.counts, strict=True):
             for rank in ranks:

@@ -17,7 +17,7 @@ from trainspec_cli.data.huggingface.chat_template import ChatTemplate, Span, fin
 from trainspec_cli.data.huggingface.folder import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from trainspec_cli.recipe.keys.run import DataSpec
 
-# The formats of conversations, each of which is converted to the messages that a chat template expects.
+# The conversation formats. Each is converted to the messages that a chat template expects.
 
 
 Record = Mapping[str, object]
@@ -76,7 +76,7 @@ def find_format(record: Record) -> ChatFormat:
         got = "preference pairs (`chosen`, `rejected`), but preference training (such as DPO) is not supported"
         wanted = f"{SHAPES['completions']} or {SHAPES['messages']}"
         raise FormatError(got, f"supervised fine-tuning is supported: write only the chosen replies, as {wanted}")
-    raise FormatError(f"no format of conversations has the fields {excerpt(', '.join(record)) or '(none)'}", ANY_SHAPE)
+    raise FormatError(f"no conversation format has the fields {excerpt(', '.join(record)) or '(none)'}", ANY_SHAPE)
 
 
 def format_in_file(record: Record, first: ChatFormat | None) -> ChatFormat:

@@ -116,8 +116,8 @@ ROWS_AT_ONCE = 1024
 
 
 def table_rows(file: Path, wanted: Sequence[str], hint: str) -> Iterator[Mapping[str, object]]:
-    """Yield rows with those columns in `wanted` that the file has. Raises RecipeError with `hint` if it has none of
-    these columns, and MachineError if the file is damaged."""
+    """Yield rows containing only the columns in `wanted` that are present in the file. Raises RecipeError with `hint`
+    if the file has none of these columns, and MachineError if the file is damaged."""
     import pyarrow
 
     check_regular(file)

@@ -390,7 +390,7 @@ def publishing(folder: Path) -> Iterator[Path]:
             raise FileExistsError(error.errno, "was created by another process", str(folder)) from error
         raise cannot_write(folder, error) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # on success, the folder has been renamed already
+        shutil.rmtree(temporary, ignore_errors=True)  # on success, the folder has already been renamed
 
 
 def _suffix() -> str:

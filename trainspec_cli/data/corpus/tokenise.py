@@ -254,8 +254,8 @@ class XzMeter:
 def write_conversations(
     conversations: Iterable[Conversation], tokenizer: Tokenizer, end_id: int, rule: HeldoutRule, folder: Path
 ) -> tuple[dict[Split, SplitSummary], set[ChatFormat]]:
-    """Write the shards and document indices of both splits. Return them together with the formats of the conversations.
-    Raises RecipeError if there is no token to train on."""
+    """Write the shards and document indices of both splits. Return them together with the conversation formats. Raises
+    RecipeError if there are no tokens to train on."""
     tokenizer.encode_special_tokens = False  # keeps the special tokens that the template writes
     special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
     dtype = choose_dtype(bpe.count_vocab(tokenizer))

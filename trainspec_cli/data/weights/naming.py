@@ -135,7 +135,7 @@ _LITGPT = {
 
 
 def _joined(name: str, parts: list[str], shapes: Mapping[str, Shape]) -> OtherTensor:
-    """Return a tensor that concatenates others along the rows."""
+    """Return the concatenation of other tensors along the rows."""
     rows = []
     at = 0
     for tensor in parts:

@@ -276,8 +276,8 @@ class Segments:
         return elapsed_s(began, ended), self.unix.of(ended)
 
     def starved_s(self) -> float | None:
-        """Return how long the device waited, in passes and optimizer, because the host had not queued enough work. A
-        part is treated as such a wait if the device has nothing left to do at its end. None on a CPU."""
+        """Return how long the device waited, during the passes and the optimizer step, because the host had not queued
+        enough work. A part is treated as such a wait if the device has nothing left to do at its end. None on a CPU."""
         if not self.queued_at:
             return None
         self.wait()

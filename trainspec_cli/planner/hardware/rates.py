@@ -122,8 +122,8 @@ def matmul_flops_per_s(chip: AcceleratorSpec, fmt: str, eff: Efficiency) -> floa
     """Return the rate of a large matrix multiplication in `fmt`: bf16, fp16, tf32, fp32, fp8, mxfp8 or nvfp4.
 
     If the chip does not support the format, the next wider one that it supports is used."""
-    # Ratio of the best large matrix multiplication to the bf16 peak: as measured, otherwise 0.8, or less if board power
-    # is too low for the peak.
+    # Best large matrix multiplication relative to the bf16 peak: the measured value if there is one, otherwise 0.8
+    # (lower if board power cannot sustain the peak), or 0.75 if the board power is unknown.
     fraction = 0.75
     if chip.matmul_bf16_tflops and chip.bf16_tflops:
         fraction = chip.matmul_bf16_tflops / chip.bf16_tflops
@@ -186,7 +186,7 @@ T = TypeVar("T")
 
 
 class LeftOutWarning(UserWarning):
-    """Warns that a file in the user's ./conf is broken, so that the option with that name is left out."""
+    """Warns that a file in the user's ./conf is broken, so the option with that name is left out."""
 
 
 def load_group(group: str, build: Callable[[JsonObject], T]) -> dict[str, T]:

@@ -166,7 +166,7 @@ def _price(cluster: ClusterSpec) -> float:
 
 
 def _idle_joules(cluster: ClusterSpec) -> float:
-    """Return the energy that an idle device uses per hour, including its host and the building."""
+    """Return the energy used per hour by an idle device, including its share of host and building overhead."""
     tdp_w = cluster.accelerator.tdp_w if cluster.accelerator else 0.0
     return tdp_w * (cluster.power.idle + cluster.power.host) * cluster.site.pue * SECONDS_PER_HOUR
 
@@ -180,7 +180,7 @@ def _worth(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> float:
 
 
 def _totals(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> dict[str, float]:
-    """Return the total cash cost of each way to buy or rent machines; the remaining value of owned machines is
+    """Return the total cash cost for each way of buying or renting machines; the remaining value of owned machines is
     subtracted. Ways that are missing in any year are omitted."""
     ways = [way for way in WAYS if all(way in row.usd for row in table)]
     usd = {str(way): sum(row.usd[way] for row in table) for way in ways}

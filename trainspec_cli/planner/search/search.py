@@ -242,8 +242,8 @@ NEAR = 1.05
 """Among layouts of the same complexity, the one with the fewest stages is chosen if its step takes at most this many
 times as long."""
 SAFEST = 4
-"""Number of safest layouts that a search keeps. Several are kept because some may turn out not to fit once every tensor
-is counted."""
+"""How many of the safest layouts a search keeps. Several are kept because some may turn out not to fit once every
+tensor is counted."""
 MANY_TOO_LARGE = 64
 """After this many layouts that are too large, a search that has not found a fitting one checks memory before time."""
 TOO_LARGE = "memory"

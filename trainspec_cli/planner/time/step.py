@@ -372,7 +372,7 @@ def kernels_s(kernels: KernelCounts, rates: Rates, eff: Efficiency) -> float:
 def _casts_s(
     work: Work, counted: Sequence[Gemm] | None, slow: float, setup: Setup, rates: Rates, eff: Efficiency
 ) -> tuple[float, float, float]:
-    """Return the time, in seconds, of casting operands in the forward and backward passes, and the number of kernels
+    """Return the time, in seconds, spent casting operands in the forward and backward passes, and the number of kernels
     that do so. `counted`: the engine's own matrix multiplications, if its operations are counted."""
     # Inputs of matrix multiplications in 8 bits or fewer are scaled and cast: 2 bytes are read, and two copies written
     # (one transposed).

@@ -266,7 +266,8 @@ class Argument:
 
 
 def parse_arguments(texts: Sequence[str]) -> tuple[list[Argument], list[Problem]]:
-    """Parse all arguments. If a key occurs twice, the last value is kept and a problem names both."""
+    """Parse all arguments. If a key occurs twice, the last value is kept and both occurrences are reported as a
+    problem."""
     arguments: dict[str, Argument] = {}
     given: dict[str, Argument] = {}
     problems: list[Problem] = []

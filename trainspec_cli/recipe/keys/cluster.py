@@ -312,8 +312,8 @@ class SlurmSpec:
     workers run inside."""
     container_mounts: str | None = None
     """Additional folders to mount in the container, such as `/scratch:/scratch,/data:/data:ro`. Everything that the run
-    itself needs is mounted automatically: trainspec, the run folder, the folder of `sbatch`, the data, the initial
-    weights and the cache."""
+    itself needs is mounted automatically: trainspec, the run folder, the folder in which `sbatch` was run, the data,
+    the initial weights and the cache."""
     container_python: str = "python3"
     """The Python in the image that has torch, by name or path. If the path is in a virtual or conda environment of the
     submitting machine, that environment is mounted as well."""

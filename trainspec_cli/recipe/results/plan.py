@@ -374,7 +374,7 @@ class Plan:
 
     @property
     def as_one_group(self) -> Plan:
-        """Return a plan for the same work with one group, whose replicas are the groups."""
+        """Return a plan for the same work with a single group, which contains the replicas of all original groups."""
         layout = replace(self.layout, dp_replicate=self.layout.dp_replicate * self.replica_groups)
         return replace(self, layout=layout, replica_groups=1)
 

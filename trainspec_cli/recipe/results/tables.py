@@ -117,7 +117,7 @@ class BudgetedRun:
     tokens: float
     energy_joules: float
     usd: dict[str, float]
-    """Cost of one such run with each way of buying or renting, based on its fraction of all device-hours."""
+    """Cost of one such run for each way of buying or renting, based on its fraction of all device-hours."""
     usd_per_million_tokens: dict[str, float]
 
 
@@ -135,12 +135,12 @@ class BudgetYear:
     owned_usd: dict[str, float]
     """The year's cash costs by cause; income from a sale is negative."""
     usd: dict[str, float]
-    """The year's cash costs with each way of buying or renting."""
+    """The year's cash costs for each way of buying or renting."""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Total cost with each way of buying or renting, with one input at its bounds."""
+    """Total cost for each way of buying or renting, with one input at its bounds."""
 
     key: str
     low: float
@@ -156,7 +156,7 @@ class Budget:
     runs: tuple[BudgetedRun, ...]
     years: tuple[BudgetYear, ...]
     usd: dict[str, float]
-    """Total over all years with each way of buying or renting; for owned machines, minus their final value."""
+    """Total over all years for each way of buying or renting; for owned machines, minus their final value."""
     worth_usd: float
     """Value of the machines at the end, interpolated linearly between purchase and resale price."""
     break_even_months: float | None
@@ -164,7 +164,7 @@ class Budget:
     break_even_utilisation: float | None
     """Utilisation of a device over its life above which buying costs less than renting by the hour; None: never."""
     cumulated_usd: dict[str, tuple[float, ...]]
-    """Cumulative cash costs at the end of each month, with each way of buying or renting."""
+    """Cumulative cash costs at the end of each month, for each way of buying or renting."""
     sensitivities: tuple[Sensitivity, ...]
 
     @property

@@ -317,7 +317,8 @@ class Outlook:
     basis: str
     """The planner's name for the machine, or the reason why the planner cannot model it."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Fractions of the time in passes and optimizer, by bottleneck; empty if the planner does not know them."""
+    """Fractions of the time in the passes and the optimizer step, by bottleneck; empty if the planner does not know
+    them."""
     changes: tuple[PlannedChange, ...] = ()
     exposed: Mapping[str, float] = field(default_factory=lambda: {EXCHANGES: 1.0})
     """Fractions of the exposed communication, by bottleneck, excluding waits for late ranks."""

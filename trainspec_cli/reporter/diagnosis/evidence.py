@@ -68,7 +68,7 @@ class RunEvidence:
     counters: Mapping[str, Figures]
     """The counters listed in `COUNTERS`, by name, (T, R); empty if the ranks have no counters."""
     nodes: tuple[int, ...]
-    """The number of each rank's node."""
+    """The node index of each rank."""
     kinds: tuple[int, ...]
     """The kind of each rank. Ranks of one kind do the same work, such as those of one pipeline stage."""
     connections: tuple[Connection, ...] = ()

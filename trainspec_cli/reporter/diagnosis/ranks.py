@@ -77,8 +77,8 @@ EXTRAPOLATED = 4.0
 
 
 CHANCE = 1e-5
-"""A rank is considered always last if the probability that this happens by chance is below this value (Hoeffding,
-1963)."""
+"""A rank is considered to be consistently last if the probability of this happening by chance is below this value
+(Hoeffding, 1963)."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,8 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     """Return verdicts on ranks that are slower than others with the same work, or on the node if all of its ranks are
     slow."""
     slow = []
-    # Without load counters, other load may be the reason for a slow rank. Such load comes and goes, so confirmation
-    # takes longer.
+    # Without load counters, we cannot rule out that a rank is slow because of other load on its machine. Such load
+    # comes and goes, so confirmation takes longer.
     confirming_s = CONFIRMING_S if times.knows_load else STOLEN_S
     for rank, episode in _suspects(times, times.own_s - times.expected_s, confirming_s, times.load_s):
         found = explain(evidence, times, rank, episode)

@@ -39,7 +39,7 @@ class DiagnosisWatch:
         self._clock = clock
         self._ask = ask
         self._orders: list[LookOrder] | None = None
-        """The looks in this run so far; None until the first one is needed."""
+        """The looks taken so far in this run; None until the first one is needed."""
         self._reader: RunReader | None = None
         self._due_s = clock() + LOOK_S
         self._is_over = False

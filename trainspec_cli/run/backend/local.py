@@ -36,7 +36,7 @@ from trainspec_cli.run.recovery.run_state import Event, PresenceChanged
 from trainspec_cli.run.rendezvous.address import Rendezvous
 
 HERE = 0
-"""The number of this node, the only one."""
+"""The number of this node, which is the only node."""
 MOST_PATH_BYTES = 60
 """Maximum length of the path of the folder for temporary files: the path of a Unix socket may have at most 104 bytes on
 macOS (108 on Linux)."""

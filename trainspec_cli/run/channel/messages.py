@@ -68,7 +68,7 @@ class WorkersOrphaned:
 
 @dataclass(frozen=True)
 class GroupExited:
-    """All processes of a group's start on the node have ended."""
+    """All processes launched on the node when the group was started have ended."""
 
     group: int
     number: int

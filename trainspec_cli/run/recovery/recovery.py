@@ -448,7 +448,7 @@ def _agents_failed(state: RunState, event: AgentsFailed) -> Decision:
         return _drop_waiting(state)._replace(exit_code=event.exit_code), ()
     if any(group.starts for group in state.groups):
         return state, ()
-    message = f"the launcher of the nodes' agents ended with exit code {event.exit_code}"
+    message = f"the node-agent launcher exited with code {event.exit_code}"
     return state._replace(killed=True), (Refuse("agents_failed", message),)
 
 

@@ -104,8 +104,8 @@ def checkpoint_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> 
 
 def auto_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> float:
     """Return the interval for `checkpoint.interval_steps: auto`. It is the result of `checkpoint_interval_s`, clamped
-    to between one and ten minutes, because runs also end for reasons other than failures. If twenty times `blocked_s`
-    is longer than ten minutes, that is the upper limit, so that training spends at most a twentieth of the time
+    because runs also end for reasons other than failures. The lower limit is one minute. The upper limit is ten minutes
+    or twenty times `blocked_s`, whichever is longer, so that training spends at most a twentieth of its time
     waiting."""
     longest_s = max(MOST_LOST_S, blocked_s / MOST_WAITED)
     return max(min(daly_interval_s(blocked_s, mtbf_s), longest_s), written_s, AUTO_SHORTEST_S)

@@ -48,7 +48,7 @@ def check_data(loaded: Loaded) -> str:
         formats = check_text(loaded.spec.data, VALIDATED_BYTES)
     except TrainspecError as error:
         raise type(error)(loaded.composed.locate(error.problems)) from error
-    return f"format of conversations: {describe_formats(formats)}" if formats else ""
+    return f"conversation format: {describe_formats(formats)}" if formats else ""
 
 
 def check_data_of(run: RunDir, data: DataSpec) -> None:

@@ -145,7 +145,7 @@ class Rehearsal:
     device_bytes: float
     outside_bytes: float
     planned_step_s: float
-    """Planned step time with the recipe's kernels and compilation, whereas the rehearsed steps have eager blocks."""
+    """Planned step time with the recipe's kernels and compilation; the rehearsed steps use eager blocks instead."""
     ranks: tuple[RehearsedRank, ...]
     step: RehearsedStep | None = None
     """The rehearsed step time. None if the chip is unknown, a rank ran out of memory, or a kind of pipeline stage was

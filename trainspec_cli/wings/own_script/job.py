@@ -61,7 +61,7 @@ class CommandSettings:
     silent_s: float | None
     """Like `hang_s`, but for the time until the first step is counted."""
     work_s: float
-    """If no steps are counted, a start has made progress once it has worked for this many seconds."""
+    """If no steps are counted, a start is considered to have made progress once it has run for this many seconds."""
     join_timeout_s: float = RunSection.join_timeout_s
     """On several nodes: how long the first node and the other nodes wait for one another, in seconds."""
 

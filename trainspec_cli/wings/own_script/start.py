@@ -215,8 +215,8 @@ class OwnStart:
 
 
 class OwnNode:
-    """The processes of one start on one node, observed from outside. A run on a single node uses this directly, and so
-    does a node's agent. It reports in the form of agent messages."""
+    """The processes from a single launch on one node, observed from outside. A run on a single node uses this directly,
+    and so does a node's agent. It reports in the form of agent messages."""
 
     def __init__(
         self, job: Job, wanted: CommandSettings, generation: int, device_name: str, passed: PassedOutput | None = None

@@ -32,7 +32,8 @@ def check_sites(spec: RunSpec) -> Iterator[Problem]:
         message = f"`{PATH}.delay_steps` is {sites.delay_steps}, but the next exchange is sent after {between} steps"
         yield Problem("out_of_range", message, f"{PATH}.delay_steps", f"set {PATH}.delay_steps={between} or less")
     else:
-        # A round plans the steps from the application of its sum to the application of the next round's sum.
+        # A round plans the steps between the point where its sum is applied and the point where the next round's sum is
+        # applied.
         between = sites.interval_steps // sites.fragments
         delay = sites.delay_steps
         if between + delay > MAX_ITEMS:

@@ -141,7 +141,7 @@ class Tape:
         self.stretches: list[Stretch] = []
         self.turns: list[float] = []
         """Positions in the backward pass at which linear layers compute their weight gradients while an exchange is in
-        progress. Each layer takes the last entry; once only one is left, all other layers use it."""
+        progress. Each layer pops the last entry; once only one entry is left, all remaining layers share it."""
         self.left: list[float] = []
         """Positions in the backward pass for work that runs while the output gradients of the block's earlier regions
         are gathered."""
