@@ -35,7 +35,7 @@ class StepSeconds:
     """The true durations of the parts of a step."""
 
     computed_s: Floats
-    """(stages, ranks): compute time over all micro-batches as a rank measures it, without exchanges and waits."""
+    """(stages, ranks): compute time over all micro-batches as a rank measures it, excluding exchanges and waits."""
     passes_s: Floats
     """The same compute time, including the exchanges inside layers."""
     updates_s: Floats

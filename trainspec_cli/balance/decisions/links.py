@@ -280,7 +280,7 @@ class SampleTimes:
         self._steps = deque[float](maxlen=REMEMBERED_STEPS)
         """Logarithms of the durations, in seconds, of steps that took the usual time."""
         self._departed = 0
-        """Number of latest consecutive steps with an unusual duration."""
+        """Number of most recent consecutive steps with an unusual duration."""
 
     def note_step(self, step_s: float) -> bool:
         """Record a step without a sample. Return whether to sample the links because the step duration changed."""

@@ -159,7 +159,7 @@ class Orphaned:
 
 @dataclass(frozen=True)
 class GroupEnded:
-    """All processes of the group's start have ended, except for those stuck in the kernel."""
+    """All processes launched when the group was started have ended, except for those stuck in the kernel."""
 
     group: int
     done: bool

@@ -63,7 +63,7 @@ def _mount(source: Path, target: str) -> str:
     path = str(source)
     if source == Path("/") or ":" in path or "," in path:
         message = f"the container needs {on_one_line(path)}, which cannot be mounted because of its name"
-        hint = "use a folder below / without colons and commas in its path"
+        hint = "use a folder below / whose path contains no colons or commas"
         raise RecipeError(Problem("bad_mount", message, "cluster.slurm.container_image", hint))
     return f"{path}:{target}"
 
