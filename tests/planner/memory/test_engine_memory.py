@@ -318,6 +318,15 @@ def test_a_forward_that_is_recomputed_keeps_no_inputs_for_deferred_weight_gradie
     assert profile_block(shape, "full", True).kept == profile_block(shape, "full", False).kept
 
 
+@pytest.mark.parametrize("name", [name for name, model in models().items() if isinstance(model, TextModel)])
+def test_a_forward_that_is_recomputed_keeps_only_its_output(name: str) -> None:
+    run = run_of(plan_of(Run(name, {}, recompute="full", seq_len=512)))
+    assert isinstance(run.model, TextModel)
+    for layer in set(run.model.layer_list):
+        shape = shape_of(run, run.model, layer)
+        assert profile_block(shape, "full", False).kept == shape.tokens * shape.hidden * shape.width
+
+
 def test_pools_are_idle_by_what_they_hold_at_other_moments() -> None:
     account = Account()
     account.add("collectives", 5.0, "gather")

@@ -9,7 +9,7 @@ import pytest
 
 from trainspec_cli.planner.hardware.cluster import Fabric, all_gather_s, all_reduce_s, axis_groups, group_of_ranks
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
-from trainspec_cli.planner.pipeline import Action, actions
+from trainspec_cli.planner.pipeline import Action, Kind, actions
 from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.planner.time.engine_step import EngineStep, FsdpUnit, RankClock, RankRun, Stage
 from trainspec_cli.planner.time.samples import step_parts
@@ -92,6 +92,26 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_added() -> None:
     assert more == [0.0, 0.25, 0.0, 0.5, 0.0, 2.5]
 
 
+@pytest.mark.parametrize(
+    ("kinds", "more_s"),
+    [
+        (("backward_input", "backward_weight") * 2, [0.25, 0.0, 0.75 + 0.5, 1.5 + 8.0]),
+        (("backward_input",) * 2 + ("backward_weight",) * 2, [0.25, 0.5, 0.0, 0.75 + 0.75 + 8.0]),
+    ],
+)
+def test_a_split_schedule_adds_late_gradients_in_the_next_backward_of_inputs(
+    kinds: tuple[Kind, ...], more_s: list[float]
+) -> None:
+    """A quarter of the gradients is early, and is added at once. Two weight passes in a row are added to each other."""
+    unit = replace(BLOCK, first_sum_s=1.0, sum_s=2.0, copy_in_s=4.0, copy_sums_in_s=8.0, early_share=0.25)
+    layout = Layout(pp=2, dp_shard=8, zero_stage=1, pipeline_schedule="zero_bubble")
+    order = [Action(kind, 0, kinds[:place].count(kind)) for place, kind in enumerate(kinds)]
+    found, alone = (
+        RankClock({0: replace(STAGE, blocks=((block,),))}, setup_of(layout), EFF).run(order) for block in (unit, BLOCK)
+    )
+    assert [one - other for one, other in zip(found.passes_s, alone.passes_s, strict=True)] == more_s
+
+
 def test_a_copy_of_one_block_delays_the_gather_of_the_next_in_the_backward() -> None:
     """Forward: the blocks arrive at 8 and 16 s. Backward: the second one arrives again at 24 s and is copied; only
     then, from 24.5 s to 32.5 s, is the first one gathered."""
@@ -163,6 +183,27 @@ def test_tokens_are_sent_while_the_parameters_of_experts_are_gathered(again: str
     # The gradients of the experts' parameters are reduced before the tokens' gradients are sent back.
     assert experts.backward_s + experts.backward_waits_s < parts[-1].backward + ep_s / 2 + repeated_s[-1]
     assert outer.early_s >= ep_s / 2
+
+
+@pytest.mark.parametrize("ep", [1, 8])
+def test_a_split_schedule_computes_the_gradients_of_experts_with_those_of_their_inputs(ep: int) -> None:
+    model = replace(MODEL, experts=ExpertSpec(16, 2, 4096))
+    units = {}
+    for schedule in ("1f1b", "zero_bubble"):
+        setup = setup_of(Layout(pp=2, dp_shard=8, ep=ep, pipeline_schedule=schedule), model=model)  # type: ignore[arg-type]
+        groups = axis_groups(setup.layout, setup.fabric, EFF)
+        once = micro_batch(setup, groups, EFF)
+        units[schedule] = EngineStep(setup, once, groups, EFF)._stages[0][0].blocks[0]
+    attention, experts = once.mixers[0]
+    assert sum(unit.weights_s for unit in units["zero_bubble"]) == attention.weights_b
+    assert 0 == experts.weights_b < attention.weights_b < attention.matmul_b
+    whole, split = (
+        sum(unit.backward_s + unit.backward_waits_s + unit.early_s + unit.weights_s for unit in units[schedule])
+        for schedule in units
+    )
+    assert split == pytest.approx(whole)
+    shares = [unit.early_share for unit in units["zero_bubble"]]
+    assert shares == [0.0, 1.0] if ep > 1 else 0.5 < shares[0] < 1.0
 
 
 # Whole steps

@@ -110,6 +110,13 @@ class FsdpUnit:
     communicator; otherwise 0."""
     early_s: float = 0.0
     """Time of the backward pass, including exchanges, before the block's experts need their parameters."""
+    early_share: float = 0.0
+    """Fraction of the parameters whose gradients are computed with the input gradients even if the schedule splits the
+    backward pass."""
+
+    def share(self, kind: Kind) -> float:
+        """Return the fraction of the parameters whose gradients a pass of this kind computes."""
+        return {"backward_input": self.early_share, "backward_weight": 1.0 - self.early_share}.get(kind, 1.0)
 
 
 @dataclass(frozen=True)
@@ -173,8 +180,10 @@ class RankClock:
         """Total duration of the exchanges."""
         self.has_root = dict.fromkeys(stages, False)
         self.has_blocks = dict.fromkeys(stages, False)
-        self.sums = dict.fromkeys(stages, 0)
-        """Number of micro-batches, per stage, whose gradients have been accumulated but not yet exchanged."""
+        self.sums: Counter[tuple[int, Kind]] = Counter()
+        """Number of passes, per stage and kind, whose gradients have been accumulated in the exchange format."""
+        self.unsummed = dict.fromkeys(stages, False)
+        """Whether a stage has gradients from a weight-gradient pass that are still in the compute format."""
         self.exchanged = dict.fromkeys(stages, 0)
 
     def run(self, order: Sequence[Action]) -> RankRun:
@@ -241,11 +250,17 @@ class RankClock:
         units = [unit for block in blocks for unit in block]
         if action.kind == "backward_weight":
             self.now_s += sum(unit.weights_s for unit in units)
-            self.sums[number] += 1
+            if self.unsummed[
+                number
+            ]:  # a sum in the compute format moves as many bytes as a cast to the exchange format
+                self.now_s += sum(unit.share(action.kind) * unit.first_sum_s for unit in units)
+            self.unsummed[number] = True
             if last:
-                self._reduce_all([*units, stage.root], number)
+                self._reduce_all([*units, stage.root], action)
             return
         exchanges = action.kind == "backward" and (last or self.layout.exchanges_every_backward)
+        # FSDP2 accumulates gradients at the end of a block's backward pass, including those of earlier weight passes.
+        kept: list[Kind] = ["backward_weight", action.kind] if self.unsummed[number] else [action.kind]
         gathers = not self.has_blocks[number]
         waiting = units[::-1] if gathers else []
         # Another micro-batch's backward pass may have freed the root's parameters. FSDP2's hooks gather them again: in
@@ -274,39 +289,44 @@ class RankClock:
                     self._wait(max(self.free_s[unit.group], self.across_s) - unit.before_statistics_s)
                 self.now_s += unit.backward_s + unit.backward_waits_s
                 if exchanges:
-                    self._reduce(unit, number)
-                elif action.kind == "backward":
-                    self._keep(unit, number)
+                    self._reduce(unit, action)
+                else:
+                    self._keep(unit, number, kept)
         self.now_s += stage.before_s[1]
         if exchanges:
-            self._reduce_all([stage.root], number)
-        elif action.kind == "backward":
-            self._keep(stage.root, number)
-            self.sums[number] += 1
+            self._reduce_all([stage.root], action)
+        else:
+            self._keep(stage.root, number, kept)
+            self.sums.update((number, kind) for kind in kept)
+            self.unsummed[number] = False
         keeps = self.layout.keeps_parameters and not (last and action.kind == "backward")
         self.has_blocks[number] = self.has_root[number] = keeps
 
-    def _keep(self, unit: FsdpUnit, number: int) -> None:
-        self.now_s += unit.sum_s if self.sums[number] else unit.first_sum_s
+    def _keep(self, unit: FsdpUnit, number: int, kinds: Sequence[Kind]) -> None:
+        """Add the gradients from passes of these kinds to those of earlier micro-batches."""
+        for kind in kinds:
+            self.now_s += unit.share(kind) * (unit.sum_s if self.sums[number, kind] else unit.first_sum_s)
 
-    def _reduce(self, unit: FsdpUnit, number: int) -> None:
-        if self.sums[number]:
-            self.now_s += unit.sum_s
+    def _reduce(self, unit: FsdpUnit, action: Action) -> None:
+        number = action.stage
+        # A split schedule exchanges gradients after its passes, when part of them is already in the exchange format.
+        has_sums = self.sums[number, action.kind] > 0 or action.kind == "backward_weight"
+        if has_sums:
+            self._keep(unit, number, [action.kind])
         # The reduce-scatter buffer is reused, so the previous reduce-scatter must have ended.
         self._wait(self.reduced_s)
-        self.now_s += unit.copy_sums_in_s if self.sums[number] else unit.copy_in_s
+        self.now_s += unit.copy_sums_in_s if has_sums else unit.copy_in_s
         self.reduced_s = self._exchange("reduce", unit, self.now_s)
         self.across_s = max(self.across_s, self.reduced_s) + unit.across_s
         self.sent_s += unit.across_s
         if self.exchanged[number]:
             self.across_s += unit.shard_sum_s
 
-    def _reduce_all(self, units: Sequence[FsdpUnit], number: int) -> None:
+    def _reduce_all(self, units: Sequence[FsdpUnit], action: Action) -> None:
         """Reduce the last gradients of a stage, and wait for all of its reductions."""
         for unit in units:
-            self._reduce(unit, number)
-        self.exchanged[number] += 1
-        self.sums[number] = 0
+            self._reduce(unit, action)
+        self.exchanged[action.stage] += 1
         self._wait(max(self.reduced_s, self.across_s))
 
 
@@ -328,7 +348,7 @@ class EngineStep:
             return self.groups
         return axis_groups(self.setup.group_layout, self.setup.fabric, self.eff)
 
-    def _unit(self, unit: Unit, group: str = "dp_shard") -> FsdpUnit:
+    def _unit(self, unit: Unit, group: str = "dp_shard", early_share: float = 0.0) -> FsdpUnit:
         """`unit`: its rows are divided among the shards, and padded if they do not divide evenly."""
         setup = self.setup
         shard = self._inside[group]
@@ -356,6 +376,7 @@ class EngineStep:
             sum_s=self._moved_s(SUM_BYTES * params),
             shard_sum_s=self._moved_s(SHARD_SUM_BYTES * own),
             own=own,
+            early_share=early_share,
         )
 
     def _moved_s(self, moved_bytes: float) -> float:
@@ -373,12 +394,13 @@ class EngineStep:
             whole = LayersPart.total(mixers)
             return (self._with_work(self._unit(self._plain_unit(whole, kind)), whole),)
         layer = next(layer for number, layer in enumerate(model.layer_list) if self.once.kind_of(number) == kind)
-        unit = self._unit(block_unit(model, layer, layout, self.setup.lora))
+        whole_unit = block_unit(model, layer, layout, self.setup.lora)
+        unit = self._unit(whole_unit, early_share=whole_unit.early / whole_unit.full)
         if layout.ep == 1 or "experts" not in layer.mixers:
             return (self._with_work(unit, LayersPart.total(mixers)),)
         *others, experts = mixers
         outer = self._with_work(unit, LayersPart.total(others))
-        inner = self._with_work(self._unit(experts_unit(model, layout), "expert_dp"), experts)
+        inner = self._with_work(self._unit(experts_unit(model, layout), "expert_dp", early_share=1.0), experts)
         # Half of the work outside the experts' products sends the tokens, and half combines the results. Neither needs
         # the experts' parameters.
         kernels = experts_kernels(eager_shape(layer, self.setup))
@@ -430,7 +452,7 @@ class EngineStep:
     def _with_work(self, unit: FsdpUnit, part: LayersPart) -> FsdpUnit:
         again_s, again_waits_s = self._repeated(part)
         # A split backward pass computes the input gradients first.
-        weights_s = part.matmul_b / 2 if self.setup.layout.splits_backward else 0.0
+        weights_s = part.weights_b if self.setup.layout.splits_backward else 0.0
         return replace(
             unit,
             forward_s=part.forward,
@@ -471,7 +493,7 @@ class EngineStep:
                 after_s = (head.forward + head.backward + PASSES["tp"] * head.tp, 0.0)
             stages[number] = Stage(
                 tuple(blocks[self.once.kind_of(layer)] for layer in layers[number]),
-                self._unit(self._outside(number, outside)),
+                self._unit(self._outside(number, outside), early_share=1.0),
                 before_s,
                 after_s,
             )

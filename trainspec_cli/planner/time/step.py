@@ -235,6 +235,8 @@ class LayersPart:
     """Like `tp`, for the statistics of batch norms."""
     before_dp: float = 0.0
     """Time of the backward pass before the first exchange of statistics."""
+    weights_b: float = 0.0
+    """The part of `matmul_b` that a split schedule computes later: the weight gradients of linear layers."""
 
     def plus(self, other: LayersPart, times: float = 1.0) -> LayersPart:
         return LayersPart(
@@ -256,6 +258,7 @@ class LayersPart:
             self.unrepeated + times * other.unrepeated,
             self.dp + times * other.dp,
             self.before_dp + times * other.before_dp,
+            self.weights_b + times * other.weights_b,
         )
 
     @classmethod
@@ -297,16 +300,18 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     uneven = 1.0 + eff.expert_imbalance if work.expert_params else 1.0
     products = uneven * sum(time[0] for time in times)
     backward = 0.0 if work.leaf else uneven * sum(time[1] for time in times)
+    weights = 0.0
     if setup.trainable >= 1.0:
+        weights = uneven * sum(time[2] for gemm, time in zip(gemms, times, strict=True) if gemm.linear)
         # A micro-batch's weight gradients are added to earlier ones, either inside the matrix multiplication or by a
         # separate kernel (`EngineStep` counts those of the engine).
         added = 0.0
         if setup.grad_accum > 1 and not setup.layout.shards_parameters and not runs_eagerly(setup):
-            weights = sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms)
+            elements = sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms)
             if software.fused_accumulation:
-                added = eff.gemm_memory * 2 * software.grad_bytes * weights / rates.memory
+                added = eff.gemm_memory * 2 * software.grad_bytes * elements / rates.memory
             else:
-                added = APART_BYTES * weights / rates.memory
+                added = APART_BYTES * elements / rates.memory
         backward += uneven * sum(time[2] for time in times) + added
     backward *= not work.frozen
     core = work.counted_core if counted else None
@@ -360,6 +365,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         tp_again=tp_again,
         cp_again=cp_again,
         unrepeated=times[-1][0] if work.tp_last and times and not work.expert_params else 0.0,
+        weights_b=0.0 if work.frozen else slow * weights,
     )
 
 

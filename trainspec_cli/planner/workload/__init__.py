@@ -34,6 +34,8 @@ class Gemm:
     image: float = 0.0
     """Number of elements in the input of a convolution, whose m x k patches overlap; 0 for a matrix multiplication, or
     if the input's memory traffic is counted elsewhere."""
+    linear: bool = True
+    """True for a linear layer, whose weight gradient a split schedule computes later."""
 
     @property
     def flops(self) -> float:

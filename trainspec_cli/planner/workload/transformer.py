@@ -268,9 +268,10 @@ def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, la
     width = experts.expert_ffn_size / etp
     shared = shared_width(experts) / tp
     rows = copies / local
-    gemms = [Gemm(rows, gates * width, hidden, local), Gemm(rows, hidden, width, local)]
+    gemms = [Gemm(rows, gates * width, hidden, local, linear=False), Gemm(rows, hidden, width, local, linear=False)]
+    router = Gemm(tokens / split, experts.num_experts, hidden, wide=False, linear=False)
     # A token's copies are weighted and summed by a matrix multiplication.
-    counted_gemms = [*gemms, Gemm(1, hidden, experts.top_k, tokens / tp, wide=False)]
+    counted_gemms = [*gemms, Gemm(1, hidden, experts.top_k, tokens / tp, wide=False, linear=False)]
     if shared:
         counted_gemms += [*gates * (Gemm(tokens, shared, hidden),), Gemm(tokens, hidden, shared)]
         gemms += [Gemm(tokens, gates * shared, hidden), Gemm(tokens, hidden, shared)]
@@ -279,10 +280,10 @@ def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, la
     # Each copy is permuted before and after the experts, then weighted and summed when it returns.
     permute = 2.0 * copies * hidden * 6
     return Work(
-        gemms=(*gemms, Gemm(tokens / split, experts.num_experts, hidden, wide=False)),
+        gemms=(*gemms, router),
         pass_bytes=2.0 * (tokens * 7 * hidden / split + copies * (gates + 1) * width + tokens * (gates + 1) * shared)
         + permute,
-        counted_gemms=(*counted_gemms, Gemm(tokens / split, experts.num_experts, hidden, wide=False)),
+        counted_gemms=(*counted_gemms, router),
         tensor_bytes=2.0 * copies * hidden,
         kernels=100,
         tp_bytes=2.0 * tokens * hidden,

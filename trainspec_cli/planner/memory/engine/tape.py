@@ -522,8 +522,8 @@ class Tape:
 
     def split(self, x: Value, *sizes: float) -> list[Value]:
         """Return views of parts of `x`; in the backward pass, their gradients are copied into one tensor."""
-        size = x.elements, x.width
-        node = Node(next(self._numbers), (x.node,), lambda _: (self._moved(x.size, *size),), has_views=True)
+        size, read_bytes = (x.elements, x.width), x.size  # the gradient must not keep `x` itself
+        node = Node(next(self._numbers), (x.node,), lambda _: (self._moved(read_bytes, *size),), has_views=True)
         passing: Backward = lambda gradient: (gradient,)  # noqa: E731
         return [Value(x.storage, size, x.width, Node(next(self._numbers), (node,), passing)) for size in sizes]
 
