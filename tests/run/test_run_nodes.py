@@ -26,7 +26,7 @@ from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.record import read_plan, read_plan_of_all_nodes
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery.run_state import NodeLost, NodeReturned, NodeSlow, NodeUnfit
-from trainspec_cli.run.supervise import MEASURED_STEPS, RunNodes
+from trainspec_cli.run.supervise import ASK_AGAIN_S, MEASURED_STEPS, RunNodes
 
 STEP_S = 5.0
 """The slow node computes for 4 of these seconds."""
@@ -356,6 +356,43 @@ def test_a_node_that_is_unfit_is_not_used_again(make_lab) -> None:
     job, plan = lab.run_nodes.select([NodeUnfit(2, "host2", "no GPU")])
     assert (job.nodes, job.left_out, plan.num_nodes) == ((0, 1), (2,), 2)
     assert [one.reason for one in lab.directives if isinstance(one, NodesEvent)] == ["unfit"]
+
+
+def test_a_run_asks_for_a_returned_node_once_if_no_layout_uses_it(make_lab, clock: list[float]) -> None:
+    """Of three nodes, two fit no layout: the second returned one is needed, too."""
+    lab = make_lab()
+    lab.has_fewer = True
+    lab.open()
+    job, plan = lab.lose(1, 2)
+    assert plan.num_nodes == 1
+    lab.has_fewer = False
+
+    def start_with(*hostnames: str) -> list[Any]:
+        lab.open(job, plan)
+        lab.run_nodes.hostnames = hostnames
+        clock[0] += 1.0
+        return lab.make_steps(20)
+
+    (back,) = start_with("host0", "host1", "")
+    job, plan = lab.run_nodes.select([back])
+    assert plan.num_nodes == 1
+    assert start_with("host0", "host1", "") == [], "that would change nothing"
+    (back,) = start_with("host0", "host1", "host2")
+    assert lab.run_nodes.select([back])[1] == lab.plan
+
+
+def test_a_refused_return_is_asked_for_again_later(make_lab, clock: list[float]) -> None:
+    lab = make_lab()
+    lab.open()
+    job, plan = lab.lose(1)
+    lab.open(job, plan)
+    lab.run_nodes.hostnames = ("host0", "host2", "host1")
+    clock[0] += 1.0
+    assert len(lab.make_steps(20)) == 1
+    lab.run_nodes.note_refusal()
+    assert lab.make_steps(20) == []
+    clock[0] += ASK_AGAIN_S
+    assert len(lab.make_steps(1)) == 1
 
 
 @pytest.mark.parametrize(

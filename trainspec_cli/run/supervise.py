@@ -62,6 +62,7 @@ SUPERVISOR = -1
 MEASURED_STEPS = 5
 """Minimum number of steps for a median step time."""
 REMEMBERED_STEPS = 50
+ASK_AGAIN_S = 60.0
 
 REASONS: dict[type, NodeReason] = {
     NodeSlow: "slow", NodeLost: "lost", NodeUnfit: "unfit", NodeReturned: "returned"
@@ -110,6 +111,10 @@ class RunNodes:
         self._mail = mail
         self._restart_s = math.inf
         self._asked_s = math.inf
+        self._asks_from_s = -math.inf
+        """The earliest time to ask for a restart with a returned node."""
+        self._not_enough = 0
+        """Number of connected nodes for which no plan uses more of them than before."""
         self._decided: Gain | None = None
         """The expected gain from dropping the node."""
         self._given: NodesEvent | None = None
@@ -149,7 +154,8 @@ class RunNodes:
             # Assume that the speed is proportional to the number of nodes.
             remaining_s = (self._plan.total_steps - self._step) * median(self._times_s)
             is_worth_it = remaining_s / (self._plan.num_nodes + 1) > self._restart_s
-            if is_worth_it and self._asked_s == math.inf:
+            is_worth_it = is_worth_it and self._plan.num_nodes + len(spares) > self._not_enough
+            if is_worth_it and self._asked_s == math.inf and time.monotonic() >= self._asks_from_s:
                 node, host = next(iter(spares.items()))
                 self._asked_s = time.monotonic()
                 return [NodeReturned(node, host, f"node {node} ({host}) is connected: the run restarts with it")]
@@ -193,6 +199,11 @@ class RunNodes:
             self._is_on = False
             return []
 
+    def note_refusal(self) -> None:
+        """Ask again later for a restart with a returned node, because the supervisor does not allow one now."""
+        self._asked_s = math.inf
+        self._asks_from_s = time.monotonic() + ASK_AGAIN_S
+
     def select(self, reasons: Sequence[NodeChange]) -> tuple[Job, Plan]:
         """Return the job and the plan of the next start, and record them: without the nodes that leave, and with the
         connected spares that are needed to have as many nodes as planned. If no layout fits the nodes that are left, or
@@ -215,6 +226,8 @@ class RunNodes:
         self._report_leaving(reasons, plan, [f"node {node} ({spares[node]})" for node in taken])
         if plan is None:
             return self._job, self._plan
+        if plan.num_nodes <= number and any(isinstance(one, NodeReturned) for one in reasons):
+            self._not_enough = len(own) + len(spares)
         for reason in reasons:
             event = self._write_directive(reason, plan, taken[0] if taken else None)
             self._given = event if isinstance(reason, NodeSlow) else self._given
@@ -482,6 +495,8 @@ class Supervisor:
         self._mail.unsent.clear()
         for event in self._nodes.poll() if self._nodes else ():
             self._handle(event)
+            if self._nodes and isinstance(event, NodeReturned) and not self.state.leaving:
+                self._nodes.note_refusal()
         if requests.count:
             self._handle(run_state.StopRequested(requests.count))
 

@@ -204,6 +204,8 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("a node does not come to the first start", SURVIVING._replace(groups=(WAITING,)), replace(LOST, groups=()),
      ["gone"], (RecordLosses(),)),
     ("a node is back", ALONE, BACK, ["running"], (Inform("it is back"), Stop())),
+    ("a node is back, but restarts are needed for losses",
+     a_run(RUNNING._replace(restarts_s=(NOW - 9, NOW - 5))), BACK, ["running"], ()),
     ("it takes part from the next start", LEAVING._replace(leaving=(BACK,)), ended(), ["waiting"], ()),
     ("an unfit node", a_run(WAITING._replace(presence="awaited")), NodeUnfit(1, "b", "no GPU"), ["gone"],
      (RecordLosses(),)),

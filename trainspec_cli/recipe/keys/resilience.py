@@ -130,6 +130,11 @@ class ResilienceSpec:
     """sites: what the sites exchange, and when."""
 
     @property
+    def survives_lost_nodes(self) -> bool:
+        """Return whether a run on several nodes without Slurm restarts after the loss of a node."""
+        return self.mode == "restart" and self.after_node_loss != "end"
+
+    @property
     def is_one_of_several(self) -> bool:
         """Return whether other runs train together with this one. If so, it restarts independently of them."""
         return self.mode == "sites"

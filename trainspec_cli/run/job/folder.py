@@ -298,7 +298,10 @@ def is_running(run: RunDir) -> bool:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise unreadable(run.pid_json, "is not a regular file", "remove it: no launch has written it")
-        return not _lock(descriptor) or _orphans(descriptor)
+        if not _lock(descriptor):
+            return True
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # the search takes so long that another process would see a running run
+        return _orphans(descriptor)
     finally:
         os.close(descriptor)
 

@@ -161,6 +161,10 @@ def next_action(state: RunState, event: Event) -> Decision:
             over = over or not state.is_alone or event.node in state.left_out or bool(state.leaving)
             if over or not state.has_stepped or only.phase != "running" or only.kill_at_s < math.inf:
                 return state, ()
+            # A node that is lost again and again must not use up all restarts.
+            recent = sum(state.now_s - at < RESTART_WINDOW_S for at in only.restarts_s)
+            if isinstance(event, NodeReturned) and 2 * recent > state.resilience.max_restarts_per_hour:
+                return state, ()
             state = _change(state, 0, kill_at_s=state.now_s + state.stop_grace_s)
             return state._replace(leaving=(event,)), (Inform(event.why), Stop())
         case AgentsFailed():
@@ -419,7 +423,8 @@ def _node_lost(state: RunState, event: NodeLost | NodeUnfit) -> Decision:
         and event.node not in state.replaced
         and may_restart(state.resilience, only.restarts_s, state.now_s)
     ):
-        state = _change(state, 0, needs_generation=True, restarts_s=(*only.restarts_s, state.now_s))
+        restarts_s = (*only.restarts_s, state.now_s)
+        state = _change(state, 0, needs_generation=True, is_planned=bool(only.starts), restarts_s=restarts_s)
         return state._replace(leaving=leaving), ()
     unfit = isinstance(event, NodeUnfit) and not only.starts
     return (_drop_waiting(state)._replace(exit_code=1) if unfit else _drop_waiting(state)), (RecordLosses(), *kill)

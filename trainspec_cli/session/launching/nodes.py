@@ -93,7 +93,7 @@ def survives_first_node(run: RunDir) -> bool:
     """Return whether another node takes over the run if its first node is lost."""
     plan = read_plan_of_all_nodes(run)
     resilience = plan.spec.resilience
-    return plan.num_nodes > 1 and resilience.mode == "restart" and resilience.after_node_loss == "continue"
+    return plan.num_nodes > 1 and resilience.survives_lost_nodes and resilience.after_node_loss == "continue"
 
 
 def check_recipe(run: RunDir, record: GenerationRecord) -> None:
@@ -148,10 +148,11 @@ def join(
     limit = f"up to {format_duration(wait_s)}; {joined.join_key}"
     console.report(f"node {node}: waiting for the first node {where} ({limit})")
     gives_up_at = deadline
+    tried = 0
     lost_in: GenerationRecord | None = None
     while not (served and run.result_json.is_file()):
         if time.monotonic() > deadline:
-            is_newest = generations.newest(run) == served
+            is_newest = generations.newest(run) in (served, tried)
             if lost_in is None or joined.take_over is None or (is_newest and time.monotonic() > gives_up_at):
                 break
             code = joined.take_over(run, lost_in, node, console) if is_newest else None
@@ -164,8 +165,12 @@ def join(
             try:
                 with console.stopping_run_without_reader(lambda: None), ExitStack() as shown:
 
-                    def begin(record: GenerationRecord, shown: ExitStack = shown) -> None:
+                    def begin(
+                        record: GenerationRecord, shown: ExitStack = shown, is_first: bool = generation > tried
+                    ) -> None:
                         joined.check(run, record)
+                        if not is_first:
+                            return
                         logs = Path(record.logs) / f"node{record.place_of(node):05d}"
                         console.report(f"node {node}: joined start {record.generation}; its output goes to {logs}")
                         if not joined.of_slurm:
@@ -174,15 +179,21 @@ def join(
                     code = run_agent(run, generation, node, begin)
                 served = generation
                 gives_up_at = deadline = time.monotonic() + RESULT_TIMEOUT_S
-                lost_in = generations.read(run, generation) if code == CUT_OFF else None
-                if lost_in and joined.take_over and survives_first_node(run):
-                    # The node with the lowest number is the first to take over.
-                    deadline += node * RETRY_S
+                lost_in = None
+                if code == CUT_OFF and joined.take_over and read_plan(run).spec.resilience.survives_lost_nodes:
                     gives_up_at = deadline + wait_s
-                else:
-                    lost_in = None
+                    if survives_first_node(run):
+                        # The node with the lowest number is the first to take over.
+                        lost_in = generations.read(run, generation)
+                        deadline += node * RETRY_S
+                    else:
+                        deadline = gives_up_at
             except MachineError as error:  # perhaps from an earlier start whose first node is gone
                 refusal = error
+                if lost_in and generation > tried:  # the node that took over may be lost, too
+                    tried = generation
+                    deadline = time.monotonic() + RESULT_TIMEOUT_S + node * RETRY_S
+                    gives_up_at = deadline + wait_s
         time.sleep(RETRY_S)
     if not served:
         raise refusal

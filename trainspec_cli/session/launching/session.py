@@ -159,7 +159,7 @@ def take_over(run: RunDir, lost_in: GenerationRecord, node: int, console: RunCon
     own = (node, *(other for other in others if other != node))
     plan = read_plan_of_all_nodes(run)
     away = (first, *(spare for spare in spares if spare != node))
-    missing = away[: plan.num_nodes - len(own)]
+    missing = away[: max(1, plan.num_nodes - len(own))]
     reach = Reach(
         own_address(lost_in.head),
         agent_command(node),

@@ -88,7 +88,7 @@ def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
         nodes=reach.nodes or tuple(range(plan.num_nodes + (plan.spec.cluster.reliability.spare_nodes or 0))),
         lost=reach.lost,
         # Slurm replaces a lost node by requeueing the job.
-        survives_lost_nodes=reach.return_timeout_s > 0 and plan.spec.resilience.after_node_loss != "end",
+        survives_lost_nodes=reach.return_timeout_s > 0 and plan.spec.resilience.survives_lost_nodes,
     )
 
 
