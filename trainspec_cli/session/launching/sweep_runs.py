@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from rich.live import Live
@@ -267,7 +267,8 @@ class _Training:
             # Without affinity, all runs would share all cores, and each would start as many threads as there are cores.
             cores = sorted(os.sched_getaffinity(0))
             size = len(cores) // self._side_by_side
-            os.sched_setaffinity(one.process.pid, cores[slot * size : (slot + 1) * size])
+            with suppress(ProcessLookupError):  # a run that has already ended
+                os.sched_setaffinity(one.process.pid, cores[slot * size : (slot + 1) * size])
         self._running.append(one)
         if not self._console.is_terminal:
             self._console.report(f"{one.describe()}: starts in {one.run.root}")
