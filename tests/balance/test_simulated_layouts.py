@@ -73,7 +73,7 @@ def test_moved_layers_win_more_than_shares_alone() -> None:
 def test_a_slow_device_of_a_tensor_parallel_group_leads_to_another_layout() -> None:
     simulation = run(job_of(TENSOR))
     (change,) = [decision for decision in simulation.decisions if decision.kind == "layout"]
-    assert change.reason.startswith("rank 3 computes") and change.expected_s < 0.9 * change.before_s
+    assert "rank 3 " in change.reason and change.expected_s < 0.9 * change.before_s
     settled_s = 256 / simulation.on.by_step[300]
     assert settled_s == pytest.approx(change.expected_s, rel=0.1)
     alone = run(job_of(TENSOR, "shares"))

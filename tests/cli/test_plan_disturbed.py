@@ -33,7 +33,7 @@ def test_the_same_for_people_and_on_a_page(capsys: pytest.CaptureFixture[str], t
     page = tmp_path / "plan.html"
     assert run(["plan", *GPUS, "disturb=slow_device", "--verbose", "--html", str(page)]) == 0
     text = capsys.readouterr().out
-    for words in ("scheduler off", "scheduler on", "is recovered", "device 3 computes", "other shares"):
+    for words in ("scheduler off", "scheduler on", "is recovered", "device 3 takes", "other shares"):
         assert words in text
     assert "slow_device, simulated" in page.read_text() and "is recovered" in page.read_text()
 

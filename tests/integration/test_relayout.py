@@ -144,7 +144,7 @@ def test_a_slow_rank_leads_to_another_layout_and_a_killed_run_follows_it(trainsp
     (away,) = changes
     assert (away["before"]["pp"], away["layout"]["pp"], away["applied"]) == (2, 1, True)
     assert HELD_UP + 3 <= away["step"] < KILLED
-    assert away["reason"].startswith("rank 1 computes ")
+    assert "rank 1 " in away["reason"]
     assert away["before_s"] >= ALONE
     (came_to,) = [line for line in read_events(run.directives) if line["type"] == "achieved" and line["number"] == 1]
     assert came_to["achieved_s"] < away["before_s"]
