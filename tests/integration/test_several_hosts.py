@@ -260,6 +260,21 @@ def worlds(run: RunDir) -> list[int]:
     return [event["world_size"] for event in run_events(run, "start")]
 
 
+def check_return(run: RunDir, node: int, hosts, trainspec) -> None:
+    """Stop a run of three hosts, of which the first supervises, once the lost node trains again."""
+    wait_for(lambda: worlds(run) == [3, 2, 3], hosts[0])
+    wait_for_step(run, run_events(run, "start")[-1]["step"] + 3, hosts[0])
+    hosts[0].send_signal(signal.SIGINT)
+    said = [host.communicate()[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [6, 6, 6], said
+    lost, back = nodes_told(run)
+    assert [(one["reason"], one["node"], one["num_nodes"]) for one in (lost, back)] == [
+        ("lost", node, 2),
+        ("returned", node, 3),
+    ]
+    check_losses(run, trainspec)
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_without_a_host_that_died_and_with_it_again(start_hosts, trainspec, tmp_path):
     """Three hosts, then two, then three."""
@@ -270,17 +285,7 @@ def test_a_run_goes_on_without_a_host_that_died_and_with_it_again(start_hosts, t
     wait_for(lambda: worlds(run) == [3, 2], hosts[0])
     wait_for_step(run, run_events(run, "start")[-1]["step"] + 30, hosts[0])
     (again,) = start_hosts("launch", *THREE, ENDLESS, nnodes=3, nodes=(2,))
-    wait_for(lambda: worlds(run) == [3, 2, 3], hosts[0])
-    wait_for_step(run, run_events(run, "start")[-1]["step"] + 3, hosts[0])
-    hosts[0].send_signal(signal.SIGINT)
-    said = [host.communicate()[0] for host in (hosts[0], hosts[1], again)]
-    assert [host.returncode for host in (hosts[0], hosts[1], again)] == [6, 6, 6], said
-    lost, back = nodes_told(run)
-    assert [(one["reason"], one["node"], one["num_nodes"]) for one in (lost, back)] == [
-        ("lost", 2, 2),
-        ("returned", 2, 3),
-    ]
-    check_losses(run, trainspec)
+    check_return(run, 2, [hosts[0], hosts[1], again], trainspec)
 
 
 @pytest.mark.slow
@@ -293,18 +298,7 @@ def test_another_host_takes_over_from_the_first(start_hosts, trainspec, tmp_path
     wait_for(lambda: worlds(run) == [3, 2], hosts[1])
     wait_for_step(run, run_events(run, "start")[-1]["step"] + 30, hosts[1])
     (again,) = start_hosts("resume", str(run.root), nnodes=3, nodes=(0,))
-    wait_for(lambda: worlds(run) == [3, 2, 3], hosts[1])
-    wait_for_step(run, run_events(run, "start")[-1]["step"] + 3, hosts[1])
-    hosts[1].send_signal(signal.SIGINT)
-    hosts = [*hosts[1:], again]
-    said = [host.communicate()[0] for host in hosts]
-    assert [host.returncode for host in hosts] == [6, 6, 6], said
-    lost, back = nodes_told(run)
-    assert [(one["reason"], one["node"], one["num_nodes"]) for one in (lost, back)] == [
-        ("lost", 0, 2),
-        ("returned", 0, 3),
-    ]
-    check_losses(run, trainspec)
+    check_return(run, 0, [*hosts[1:], again], trainspec)
 
 
 @pytest.mark.slow

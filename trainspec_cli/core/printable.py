@@ -146,6 +146,11 @@ TIB = 2**40
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
+def label_node(node: int, hostname: str) -> str:
+    """`node 3 (gpu17)`, or `node 3` if the hostname is unknown."""
+    return f"node {node}" + (f" ({hostname})" if hostname else "")
+
+
 def format_si(value: float, unit: str = "", digits: int = 3) -> str:
     """Format with an SI prefix: `1.25e12` -> `1.25 T`; values below 1,000 get no prefix."""
     for scale, prefix in _SI:

@@ -23,7 +23,7 @@ from trainspec_cli.balance.decisions.shares import (
 )
 from trainspec_cli.balance.decisions.speeds import SKIPPED_STEPS, PaceTracker, Speed
 from trainspec_cli.core.errors import MachineError, Problem
-from trainspec_cli.core.printable import format_duration
+from trainspec_cli.core.printable import format_duration, label_node
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.recipe.results.plan import Plan
@@ -150,15 +150,8 @@ class RunNodes:
         if not (self._is_on or self._given or has_fewer):
             return []
         made = self._take_steps(self._events.read())
-        if has_fewer and made and (spares := self._spares) and len(self._times_s) >= MEASURED_STEPS:
-            # Assume that the speed is proportional to the number of nodes.
-            remaining_s = (self._plan.total_steps - self._step) * median(self._times_s)
-            is_worth_it = remaining_s / (self._plan.num_nodes + 1) > self._restart_s
-            is_worth_it = is_worth_it and self._plan.num_nodes + len(spares) > self._not_enough
-            if is_worth_it and self._asked_s == math.inf and time.monotonic() >= self._asks_from_s:
-                node, host = next(iter(spares.items()))
-                self._asked_s = time.monotonic()
-                return [NodeReturned(node, host, f"node {node} ({host}) is connected: the run restarts with it")]
+        if has_fewer and made and (returned := self._find_returned()):
+            return [returned]
         try:
             report = self._mail.speeds
             is_known = self._learnt is not None and self._learnt.report is report
@@ -180,9 +173,8 @@ class RunNodes:
             node = self._job.nodes[gain.node]
             host = self.hostnames[gain.node]
             assert plan is not None, "a gain is known only with a plan"
-            name = f"node {node} ({host})" if host else f"node {node}"
             why = (
-                f"{name} takes {gain.pace:.1f} times as long as usual to compute; "
+                f"{label_node(node, host)} takes {gain.pace:.1f} times as long as usual to compute; "
                 f"a step takes {format_duration(gain.before_s)}, "
                 f"and is expected to take {format_duration(gain.expected_s)} without it"
             )
@@ -198,6 +190,23 @@ class RunNodes:
             self._report(f"no more nodes will be dropped: {type(error).__name__}: {error}")
             self._is_on = False
             return []
+
+    def _find_returned(self) -> NodeReturned | None:
+        """Return a connected node with which it is worth restarting a run on fewer nodes than planned."""
+        spares = self._spares
+        now_s = time.monotonic()
+        is_asked = self._asked_s < math.inf or now_s < self._asks_from_s
+        if is_asked or self._plan.num_nodes + len(spares) <= max(self._not_enough, self._plan.num_nodes):
+            return None
+        if len(self._times_s) < MEASURED_STEPS:
+            return None
+        # Assume that the speed is proportional to the number of nodes.
+        remaining_s = (self._plan.total_steps - self._step) * median(self._times_s)
+        if remaining_s / (self._plan.num_nodes + 1) <= self._restart_s:
+            return None
+        self._asked_s = now_s
+        node, host = next(iter(spares.items()))
+        return NodeReturned(node, host, f"{label_node(node, host)} is connected: the run restarts with it")
 
     def note_refusal(self) -> None:
         """Ask again later for a restart with a returned node, because the supervisor does not allow one now."""
@@ -223,7 +232,7 @@ class RunNodes:
             smallest = number - 1 if all(isinstance(one, NodeSlow) for one in reasons) else 1
         plan = next(filter(None, map(self._plan_for, range(largest, smallest - 1, -1))), None)
         taken = list(spares)[: max(0, plan.num_nodes - len(own))] if plan else []
-        self._report_leaving(reasons, plan, [f"node {node} ({spares[node]})" for node in taken])
+        self._report_leaving(reasons, plan, [label_node(node, spares[node]) for node in taken])
         if plan is None:
             return self._job, self._plan
         if plan.num_nodes <= number and any(isinstance(one, NodeReturned) for one in reasons):
@@ -241,7 +250,7 @@ class RunNodes:
 
     def _report_leaving(self, reasons: Sequence[NodeChange], plan: Plan | None, replacements: Sequence[str]) -> None:
         for one in reasons:
-            name = f"node {one.node}" + (f" ({one.hostname})" if one.hostname else "")
+            name = label_node(one.node, one.hostname)
             if isinstance(one, NodeSlow) and plan is None:
                 self._report(f"no spare node is left: the run restarts with {name}")
             if not isinstance(one, (NodeLost, NodeUnfit)):

@@ -149,7 +149,7 @@ class _BatchNorm(torch.autograd.Function):
         totals = norm.sum_over_ranks(torch.cat([own, own.new_full((1,), x.numel() // x.shape[1])]))
         mean = totals[:-1] / totals[-1]
         count = totals[-1]
-        variance = norm.sum_over_ranks(_channel_sum((precise(x) - _along(mean, x)).square_())) / count
+        variance = norm.sum_over_ranks(_channel_sum((precise(x) - along_channels(mean, x)).square_())) / count
         inverse_std = (variance + norm.eps).rsqrt()
         ctx.norm = norm
         ctx.save_for_backward(x, weight, mean, variance, count)
@@ -161,13 +161,13 @@ class _BatchNorm(torch.autograd.Function):
         x, weight, mean, variance, count = ctx.saved_tensors
         norm = ctx.norm
         inverse_std = (variance + norm.eps).rsqrt()
-        normal = (precise(x) - _along(mean, x)).mul_(_along(inverse_std, x))
+        normal = (precise(x) - along_channels(mean, x)).mul_(along_channels(inverse_std, x))
         gradient = precise(gradient)
         to_bias = _channel_sum(gradient)
         to_weight = _channel_sum(gradient * normal)
         both = norm.sum_over_ranks(torch.stack([to_bias, to_weight])) / count
-        to_x = gradient - _along(both[0], x) - normal.mul_(_along(both[1], x))
-        to_x *= _along(precise(weight) * inverse_std, x)
+        to_x = gradient - along_channels(both[0], x) - normal.mul_(along_channels(both[1], x))
+        to_x *= along_channels(precise(weight) * inverse_std, x)
         norm.seen.append((mean, variance, count))
         return to_x.to(x.dtype), to_weight.to(weight.dtype), to_bias.to(weight.dtype), None
 
@@ -234,14 +234,19 @@ def _normalise(x: Tensor, weight: Tensor, bias: Tensor, norm: BatchNorm) -> Tens
 
 def _scale(x: Tensor, scale_C: Tensor, shift_C: Tensor) -> Tensor:
     """Scale and shift in fp32, and round once to the format of x."""
-    return torch.addcmul(_along(shift_C, x), precise(x), _along(scale_C, x)).to(x.dtype)
+    return torch.addcmul(along_channels(shift_C, x), precise(x), along_channels(scale_C, x)).to(x.dtype)
 
 
 def _channel_sum(x: Tensor) -> Tensor:
     """Return the sum (C,) of (B, C, ...), in at least fp32."""
-    return x.sum(dim=[0, *range(2, x.dim())], dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.sum(dim=all_but_channels(x), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _along(values_C: Tensor, x: Tensor) -> Tensor:
+def all_but_channels(x: Tensor) -> list[int]:
+    """Return the dimensions of x (B, C, ...) other than C."""
+    return [0, *range(2, x.dim())]
+
+
+def along_channels(values_C: Tensor, x: Tensor) -> Tensor:
     """Reshape (C,) to broadcast over x (B, C, ...)."""
     return values_C.view(1, -1, *(1 for _ in x.shape[2:]))

@@ -31,6 +31,7 @@ from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.digest import MicroBatch, held_part
 from trainspec_cli.engine.mesh import build_mesh
 from trainspec_cli.engine.models.experts import Experts
+from trainspec_cli.engine.models.layers import all_but_channels
 from trainspec_cli.engine.parallel.expert import SpreadDispatch, even_splits
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.shares import local_part
@@ -343,7 +344,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _statistics_of(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    mean = x.mean(dim=[0, *range(2, x.dim())], dtype=torch.float32)
+    mean = x.mean(dim=all_but_channels(x), dtype=torch.float32)
     return mean, torch.empty_like(mean)
 
 

@@ -135,6 +135,11 @@ class ResilienceSpec:
         return self.mode == "restart" and self.after_node_loss != "end"
 
     @property
+    def survives_first_node(self) -> bool:
+        """Return whether another node takes over such a run if its first node is lost."""
+        return self.survives_lost_nodes and self.after_node_loss == "continue"
+
+    @property
     def is_one_of_several(self) -> bool:
         """Return whether other runs train together with this one. If so, it restarts independently of them."""
         return self.mode == "sites"

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, replace
 
+from trainspec_cli.core.printable import label_node
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.run.channel import messages
 from trainspec_cli.run.channel.wire import PendingPeer, Wire
@@ -62,7 +63,7 @@ class RemoteNode:
 
     @property
     def name(self) -> str:
-        return f"node {self.node}" + (f" ({self.hostname})" if self.hostname else "")
+        return label_node(self.node, self.hostname)
 
 
 @dataclass(frozen=True)

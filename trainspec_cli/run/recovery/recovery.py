@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from trainspec_cli.core.printable import label_node
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.results.tables import MemorySetting
 from trainspec_cli.run.recovery.memory import next_setting
@@ -147,7 +148,7 @@ def next_action(state: RunState, event: Event) -> Decision:
         case NodeLost():
             return _node_lost(state, event)
         case NodeUnfit():
-            name = f"node {event.node} ({event.hostname})" if event.hostname else f"node {event.node}"
+            name = label_node(event.node, event.hostname)
             if state.is_alone:
                 return _node_lost(state, event)
             if not any(group.starts for group in state.groups):
@@ -162,8 +163,8 @@ def next_action(state: RunState, event: Event) -> Decision:
             if over or not state.has_stepped or only.phase != "running" or only.kill_at_s < math.inf:
                 return state, ()
             # A node that is lost again and again must not use up all restarts.
-            recent = sum(state.now_s - at < RESTART_WINDOW_S for at in only.restarts_s)
-            if isinstance(event, NodeReturned) and 2 * recent > state.resilience.max_restarts_per_hour:
+            recent = recent_restarts(only.restarts_s, state.now_s)
+            if isinstance(event, NodeReturned) and 2 * len(recent) > state.resilience.max_restarts_per_hour:
                 return state, ()
             state = _change(state, 0, kill_at_s=state.now_s + state.stop_grace_s)
             return state._replace(leaving=(event,)), (Inform(event.why), Stop())
@@ -187,10 +188,14 @@ def next_action(state: RunState, event: Event) -> Decision:
             return state, ()
 
 
+def recent_restarts(restarts_s: tuple[float, ...], now_s: float) -> tuple[float, ...]:
+    """Return the restarts that count towards the limit."""
+    return tuple(at for at in restarts_s if now_s - at < RESTART_WINDOW_S)
+
+
 def may_restart(resilience: ResilienceSpec, restarts_s: tuple[float, ...], now_s: float) -> bool:
     """Return whether a failed start may be followed by another one, given earlier restarts at `restarts_s`."""
-    recent = [at for at in restarts_s if now_s - at < RESTART_WINDOW_S]
-    return resilience.mode != "none" and len(recent) < resilience.max_restarts_per_hour
+    return resilience.mode != "none" and len(recent_restarts(restarts_s, now_s)) < resilience.max_restarts_per_hour
 
 
 def pause_s(failures_in_a_row: int) -> float:
@@ -251,7 +256,7 @@ def _start_if_due(state: RunState, number: int) -> Decision:
     restarts_s = group.restarts_s
     # The first start, and a planned one (to use less memory or drop a node), do not count as failures.
     if group.starts and not group.is_planned:
-        restarts_s = (*(at for at in restarts_s if state.now_s - at < RESTART_WINDOW_S), state.now_s)
+        restarts_s = (*recent_restarts(restarts_s, state.now_s), state.now_s)
     state = _change(
         *(state, number),
         phase="running",
@@ -407,27 +412,26 @@ def _node_lost(state: RunState, event: NodeLost | NodeUnfit) -> Decision:
     if not state.is_alone:
         return state, kill
     only = state.groups[0]
-    leaves = state.survives_lost_nodes and not (state.stopping or state.stop_requested)
-    leaving = (*state.leaving, event)
-    if only.phase != "waiting":
-        if leaves:
-            return state._replace(leaving=leaving), ((MarkFailure(), *kill) if hit else kill)
-    elif leaves and only.needs_generation:
-        return state._replace(leaving=leaving), ()
-    # The node did not take part in a restart. The next one does without it, unless this one was supposed to, or the
-    # recipe says to wait for lost nodes, for which the time is over.
-    elif (
-        leaves
-        and (only.starts or state.took_over)
-        and state.resilience.after_node_loss == "continue"
-        and event.node not in state.replaced
-        and may_restart(state.resilience, only.restarts_s, state.now_s)
-    ):
-        restarts_s = (*only.restarts_s, state.now_s)
-        state = _change(state, 0, needs_generation=True, is_planned=bool(only.starts), restarts_s=restarts_s)
-        return state._replace(leaving=leaving), ()
+    if state.survives_lost_nodes and not (state.stopping or state.stop_requested):
+        without = state._replace(leaving=(*state.leaving, event))
+        if only.phase != "waiting":
+            return without, ((MarkFailure(), *kill) if hit else kill)
+        if only.needs_generation:
+            return without, ()
+        if _does_without(state, event.node):
+            restarts_s = (*only.restarts_s, state.now_s)
+            return _change(without, 0, needs_generation=True, is_planned=bool(only.starts), restarts_s=restarts_s), ()
     unfit = isinstance(event, NodeUnfit) and not only.starts
     return (_drop_waiting(state)._replace(exit_code=1) if unfit else _drop_waiting(state)), (RecordLosses(), *kill)
+
+
+def _does_without(state: RunState, node: int) -> bool:
+    """Return whether a run whose restart a node does not take part in restarts again without it. This restart may have
+    been one without the node already, or the recipe may say to wait for lost nodes, for which the time is over."""
+    only = state.groups[0]
+    has_run = only.starts > 0 or state.took_over
+    may_leave = state.resilience.after_node_loss == "continue" and node not in state.replaced
+    return has_run and may_leave and may_restart(state.resilience, only.restarts_s, state.now_s)
 
 
 def _after_leaving(state: RunState, event: GroupEnded) -> Decision:

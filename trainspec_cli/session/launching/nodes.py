@@ -23,7 +23,7 @@ from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, agent_comma
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
-from trainspec_cli.run.folder.record import RunResult, read_plan, read_plan_of_all_nodes, read_result
+from trainspec_cli.run.folder.record import RunResult, read_plan, read_result
 from trainspec_cli.session.launching.kinds import kind_of
 
 RETRY_S = 0.5
@@ -87,13 +87,6 @@ class NodeOptions:
 
 def exit_code_of(run: RunDir, result: RunResult | None) -> int:
     return WorkerError.exit_code if result is None or result.exit_code is None else result.exit_code
-
-
-def survives_first_node(run: RunDir) -> bool:
-    """Return whether another node takes over the run if its first node is lost."""
-    plan = read_plan_of_all_nodes(run)
-    resilience = plan.spec.resilience
-    return plan.num_nodes > 1 and resilience.survives_lost_nodes and resilience.after_node_loss == "continue"
 
 
 def check_recipe(run: RunDir, record: GenerationRecord) -> None:
@@ -180,9 +173,10 @@ def join(
                 served = generation
                 gives_up_at = deadline = time.monotonic() + RESULT_TIMEOUT_S
                 lost_in = None
-                if code == CUT_OFF and joined.take_over and read_plan(run).spec.resilience.survives_lost_nodes:
+                resilience = read_plan(run).spec.resilience if code == CUT_OFF and joined.take_over else None
+                if resilience and resilience.survives_lost_nodes:
                     gives_up_at = deadline + wait_s
-                    if survives_first_node(run):
+                    if resilience.survives_first_node:
                         # The node with the lowest number is the first to take over.
                         lost_in = generations.read(run, generation)
                         deadline += node * RETRY_S

@@ -43,14 +43,14 @@ from trainspec_cli.session.launching.changes import (
     trained_samples,
 )
 from trainspec_cli.session.launching.kinds import command_to_resume, kind_of, quoted
-from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join, survives_first_node
+from trainspec_cli.session.launching.nodes import NodeOptions, join
 from trainspec_cli.session.launching.session import (
+    JOINED,
     Session,
     check_detachable,
     describe_detached,
     resume_detached,
     start,
-    take_over,
 )
 from trainspec_cli.session.recipe.data import check_data_of
 from trainspec_cli.session.recipe.load import (
@@ -100,14 +100,14 @@ def resume_recipe(
         return EXIT_DONE
     if nodes.endpoint and not detach:
         # The first node prepares changed values for all. If another one has taken over from it, it joins like the rest.
-        limits = read_plan_of_all_nodes(run).spec.run
-        if (changes and not nodes.is_first) or (not changes and survives_first_node(run) and is_running(run)):
-            joined = Joined(take_over=take_over)
-            return join(str(run.root), nodes.node_rank, console, wait_s=limits.join_timeout_s, joined=joined)
+        plan = read_plan_of_all_nodes(run)
+        may_be_running = plan.num_nodes > 1 and plan.spec.resilience.survives_first_node
+        if (changes and not nodes.is_first) or (not changes and may_be_running and is_running(run)):
+            return join(str(run.root), nodes.node_rank, console, wait_s=plan.spec.run.join_timeout_s, joined=JOINED)
     session = replace(prepare_resume(run, changes, nodes, console, force=force, as_json=as_json), notify=notify)
     if not nodes.is_first and session.reach:
         wait_s = session.plan.spec.run.join_timeout_s
-        return join(str(run.root), nodes.node_rank, console, wait_s=wait_s, joined=Joined(take_over=take_over))
+        return join(str(run.root), nodes.node_rank, console, wait_s=wait_s, joined=JOINED)
     if not detach:
         return start(session)
     check_detachable(session)

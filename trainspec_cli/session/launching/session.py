@@ -134,8 +134,7 @@ def launch(
     wanted = loaded.spec.run.dir
     if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
         wait_s = loaded.spec.run.join_timeout_s
-        console = make_console(as_json=False)
-        return join(wanted, nodes.node_rank, console, wait_s=wait_s, joined=Joined(take_over=take_over))
+        return join(wanted, nodes.node_rank, make_console(as_json=False), wait_s=wait_s, joined=JOINED)
     session = replace(_prepare(loaded, nodes, force=force, as_json=as_json), notify=notify)
     # This is checked again when the run is recorded. It is checked here first, before anything is measured or prepared.
     check_free(wanted)
@@ -177,6 +176,10 @@ def take_over(run: RunDir, lost_in: GenerationRecord, node: int, console: RunCon
             console.report(f"node {node}: another node has the run")
             return None
         raise
+
+
+JOINED = Joined(take_over=take_over)
+"""How a node joins a run that trains a recipe."""
 
 
 def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole | None = None) -> RunDir:

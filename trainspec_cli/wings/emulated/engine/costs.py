@@ -136,8 +136,9 @@ class ChipCosts:
                 arithmetic_s = flops / (older * rates.plain_matmul * self.eff.attention_forward)
             return arithmetic_s + softmax_s + self.eff.kernel_s
         if name in CONVOLUTIONS:
-            image, weight = args[CONVOLUTIONS[name] : CONVOLUTIONS[name] + 2]
-            is_transposed, _, groups = args[CONVOLUTIONS[name] + 6 : CONVOLUTIONS[name] + 9]
+            at = CONVOLUTIONS[name]
+            image, weight = args[at : at + 2]
+            is_transposed, _, groups = args[at + 6 : at + 9]
             outputs = result if name == "convolution" else args[0]
             gemm = convolution_gemm(image, weight, outputs, groups, is_transposed=is_transposed)
             once_s, *_ = gemm_s(gemm, self.rates(image.dtype), self.eff)

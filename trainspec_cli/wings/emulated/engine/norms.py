@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainspec_cli.engine.models.layers import precise
+from trainspec_cli.engine.models.layers import all_but_channels, along_channels, precise
 
 
 def _statistics(x: Tensor, _running_mean: None, _running_variance: None, _momentum: float) -> tuple[Tensor, Tensor]:
-    variance, mean = torch.var_mean(precise(x), _others(x), correction=0)
+    variance, mean = torch.var_mean(precise(x), all_but_channels(x), correction=0)
     return mean, variance
 
 
 def _normalise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse_std: Tensor, _eps: float) -> Tensor:
-    normal = (precise(x) - _along(mean, x)) * _along(inverse_std, x)
-    return (normal * _along(weight, x) + _along(bias, x)).to(x.dtype)
+    normal = (precise(x) - along_channels(mean, x)) * along_channels(inverse_std, x)
+    return (normal * along_channels(weight, x) + along_channels(bias, x)).to(x.dtype)
 
 
 def _sum_gradients(
     gradient: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor, weight: Tensor, *_needed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     gradient = precise(gradient)
-    to_bias = gradient.sum(_others(x))
-    to_mean = (gradient * (precise(x) - _along(mean, x))).sum(_others(x))
+    to_bias = gradient.sum(all_but_channels(x))
+    to_mean = (gradient * (precise(x) - along_channels(mean, x))).sum(all_but_channels(x))
     to_weight = (to_mean * inverse_std).to(weight.dtype)
     return to_bias, to_mean, to_weight, to_bias.to(weight.dtype, copy=True)
 
@@ -42,16 +42,12 @@ def _differentiate(
 ) -> Tensor:  # fmt: skip
     count = counts.sum()
     along_x = to_mean / count * inverse_std.square()
-    rest = precise(gradient) - _along(to_bias / count, x) - (precise(x) - _along(mean, x)) * _along(along_x, x)
-    return (rest * _along(weight * inverse_std, x)).to(x.dtype)
-
-
-def _others(x: Tensor) -> list[int]:
-    return [0, *range(2, x.dim())]
-
-
-def _along(values: Tensor, x: Tensor) -> Tensor:
-    return values.view(1, -1, *(1 for _ in x.shape[2:]))
+    rest = (
+        precise(gradient)
+        - along_channels(to_bias / count, x)
+        - (precise(x) - along_channels(mean, x)) * along_channels(along_x, x)
+    )
+    return (rest * along_channels(weight * inverse_std, x)).to(x.dtype)
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
