@@ -149,16 +149,15 @@ first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
 export RAY_ADDRESS="$first:{port}"
 options="--num-gpus={gpus} --dashboard-agent-listen-port={agent_port} --disable-usage-stats"
 if [ "$SKYPILOT_NODE_RANK" != 0 ]; then
-  until ray health-check --address="$RAY_ADDRESS" 2>/dev/null; do sleep 2; done
   # This node's part of the task ends here, so that SkyPilot does not end the task if the node is lost later. Ray stays:
   # SkyPilot only kills processes that it still finds below this shell.
-  ray start --address="$RAY_ADDRESS" $options
+  until ray start --address="$RAY_ADDRESS" $options; do sleep 2; done
   sleep 5
 else
   ray start --head --block --node-ip-address="$first" --port={port} $options &
   ray=$!
   trap 'kill $ray; wait $ray || true' EXIT
-  until ray health-check --address="$RAY_ADDRESS" 2>/dev/null; do kill -0 $ray; sleep 2; done
+  until python -c 'import ray; ray.init()' 2>/dev/null; do kill -0 $ray; sleep 2; done
   {command}
 fi
 """
