@@ -36,6 +36,8 @@ def test_files_are_written_and_not_overwritten(tmp_path: Path, capsys: pytest.Ca
     [
         (("layout.pp=2",), "deepspeed", "not_said", "layout.pp"),
         ((), "deepsped", "usage", "--for"),
+        (("--image", "a", "--volume", "b"), "kuberai", "usage", "--for"),
+        (("--image", "a"), "kuberay", "missing_value", "--volume"),
         (("disturb=slow_node",), "deepspeed", "usage", ""),
     ],
 )

@@ -77,16 +77,17 @@ def test_skypilot_refuses_a_mistyped_key() -> None:
 @pytest.mark.parametrize("target", LAUNCHERS, ids=lambda target: target.name)
 def test_every_node_gets_the_planned_values(target: object) -> None:
     texts = paths(list(yaml.safe_load_all(manifest_of(target.name)))).values()  # type: ignore[attr-defined]
-    (command,) = (text for text in texts if "trainspec launch" in str(text))
-    words = shlex.split(str(command))
-    assert {"layout.dp_shard=16", "batching.micro_batch_size=1", "recompute=none", "--nnodes"} <= set(words)
+    (command,) = (line for text in texts for line in str(text).splitlines() if "trainspec launch" in line)
+    words = shlex.split(command)
+    assert {"layout.dp_shard=16", "batching.micro_batch_size=1", "recompute=none"} <= set(words)
+    assert ("--nnodes" in words) != ("cluster.manager=ray" in words)
     assert sum(word.startswith("cluster.num_nodes=") for word in words) == 1
 
 
-@pytest.mark.parametrize("target", LAUNCHERS, ids=lambda target: target.name)
-def test_an_image_and_a_volume_are_required(target: object) -> None:
+@pytest.mark.parametrize("name", [*MANIFESTS, "skypilot"])
+def test_an_image_and_a_volume_are_required(name: str) -> None:
     with pytest.raises(RecipeError) as refused:
-        translate(TARGETS[target.name], replace(run_of(), container=NO_CONTAINER))  # type: ignore[attr-defined]
+        translate(TARGETS[name], replace(run_of(), container=NO_CONTAINER))
     assert [problem.path for problem in refused.value.problems] == ["--image", "--volume"]
 
 
@@ -100,7 +101,8 @@ def test_only_trainspec_itself_supports_unequal_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "label"), [("llama3_8b", "llama3-8b"), ("../My Runs/A.yaml", "my-runs-a-yaml"), ("_", "run")]
+    ("name", "label"),
+    [("llama3_8b", "llama3-8b"), ("../My Runs/A.yaml", "my-runs-a-yaml"), ("_", "run"), ("3b", "run-3b")],
 )
 def test_names_are_labels(name: str, label: str) -> None:
     assert dns_label(name) == label

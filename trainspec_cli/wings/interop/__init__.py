@@ -23,6 +23,7 @@ from trainspec_cli.wings.interop.targets import (
     maxtext,
     megatron,
     megatron_bridge,
+    ray,
     torchtitan,
     transformers,
 )
@@ -61,7 +62,14 @@ ENGINES = (
     megatron_bridge.TARGET,
     maxtext.TARGET,
 )
-LAUNCHERS = (managers.JOB, managers.JOB_SET, managers.TRAIN_JOB, managers.SKYPILOT)
+LAUNCHERS = (
+    managers.JOB,
+    managers.JOB_SET,
+    managers.TRAIN_JOB,
+    managers.SKYPILOT,
+    ray.KUBERAY,
+    ray.SKYPILOT_RAY,
+)
 """Cluster managers, which start trainspec itself instead of another engine."""
 TARGETS: dict[str, Target] = {target.name: target for target in (*ENGINES, *LAUNCHERS)}
 """Targets by the name passed to `--for`."""

@@ -82,6 +82,7 @@ def run_values(
         f"{DERIVED}data_parallel_size": layout.data_parallel_size,
         f"{DERIVED}shards": layout.shards,
         f"{DERIVED}is_ddp": layout.world_size == layout.dp_replicate,
+        f"{DERIVED}reserved_nodes": spec.cluster.num_nodes + (spec.cluster.reliability.spare_nodes or 0),
         f"{DERIVED}rank_batch_size": micro * accumulated,
         f"{DERIVED}samples": spec.batching.global_batch_size * spec.train.max_steps,
         # `hopper` stands for all chips before Blackwell. The environment of some engines depends on this value.
@@ -161,12 +162,14 @@ class Choice:
 
     names: Mapping[Any, JsonValue]
     """Value in the recipe -> value in the engine."""
+    hint: str = ""
+    """What to set instead of any other value; empty: the key to the first value."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         for ours, theirs in self.names.items():
             if ours == value and isinstance(ours, bool) == isinstance(value, bool):
                 return theirs
-        raise UnsupportedValueError(" or ".join(show(ours) for ours in self.names))
+        raise UnsupportedValueError(" or ".join(show(ours) for ours in self.names), self.hint)
 
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
         ours: JsonValue

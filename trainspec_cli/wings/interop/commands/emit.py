@@ -27,10 +27,10 @@ from trainspec_cli.wings.interop import EMITTED, NOT_CARRIED, TARGETS, Container
 For = Annotated[str, typer.Option("--for", metavar="ENGINE", help=f"One of {', '.join(TARGETS)}.")]
 Output = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the emitted files.")]
 Overwrite = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
-
-
-Image = Annotated[str, typer.Option(metavar="NAME", help="Container image with trainspec (kubernetes, skypilot).")]
-Volume = Annotated[str, typer.Option(metavar="NAME", help="Volume that all nodes mount (kubernetes, skypilot).")]
+Image = Annotated[str, typer.Option(metavar="NAME", help="For a cluster manager: container image with trainspec.")]
+Volume = Annotated[
+    str, typer.Option(metavar="NAME", help="For a cluster manager: volume or bucket URL that all nodes mount.")
+]
 
 
 def emit(
@@ -44,7 +44,7 @@ def emit(
 ) -> None:
     """Write a recipe's plan as another engine's configuration, with the command and the environment of the run.
 
-    For a cluster manager (kubernetes, jobset, trainjob, skypilot), write the manifest that starts trainspec.
+    For a cluster manager (from kubernetes to skypilot-ray), write the manifest that starts trainspec.
 
     Needs neither a GPU nor the engine. Unsupported values are rejected with an error that names them. DIR/emitted.json
     lists how each key is translated, what is only approximate, and what is not carried over.

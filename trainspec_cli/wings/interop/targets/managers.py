@@ -24,24 +24,32 @@ PINNED = (
     *("cluster.num_nodes", "cluster.devices_per_node", "cluster.device"),
 )
 """Keys whose planned values are passed on the command line."""
+OF_MANIFEST = ("run.dir", "cluster.manager")
+"""Keys that the manifest sets, whatever the arguments say."""
 GPUS: Mapping[str, str] = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "intel": "gpu.intel.com/i915"}
 """Accelerator vendor -> the resource name of the vendor's device plugin."""
 
 
 def dns_label(name: str) -> str:
-    """Return a valid Kubernetes name, with only lower-case letters, digits and dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
+    """Return a valid Kubernetes name: lower-case letters, digits and dashes, and a letter first."""
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-")
+    return label if label[:1].isalpha() else f"run-{label}".strip("-")
+
+
+def planned_command(run: RunValues) -> str:
+    """Return the shell command that starts the run with the planned values."""
+    pinned = [f"{key}={show(run[key])}" for key in PINNED if key in run.values]
+    given = [argument for argument in run.arguments if argument.partition("=")[0] not in (*PINNED, *OF_MANIFEST)]
+    folder = f"run.dir={WORKSPACE}/runs/{dns_label(run.recipe)}"
+    return " ".join(["trainspec launch", *map(shlex.quote, [*given, *pinned, folder])])
 
 
 def launch_command(run: RunValues, node_rank: str, first_node: str) -> str:
     """Return the shell command that every node runs. `node_rank` and `first_node` are shell expressions."""
-    pinned = [f"{key}={show(run[key])}" for key in PINNED if key in run.values]
-    given = [argument for argument in run.arguments if argument.partition("=")[0] not in (*PINNED, "run.dir")]
-    words = ["trainspec launch", *map(shlex.quote, given), *map(shlex.quote, pinned)]
-    words.append(shlex.quote(f"run.dir={WORKSPACE}/runs/{dns_label(run.recipe)}"))
-    if run["cluster.num_nodes"] != 1:
-        words.append(f"--nnodes {run['cluster.num_nodes']} --node-rank {node_rank} --rdzv-endpoint {first_node}")
-    return " ".join(words)
+    command = planned_command(run)
+    if run["cluster.num_nodes"] == 1:
+        return command
+    return f"{command} --nnodes {run['cluster.num_nodes']} --node-rank {node_rank} --rdzv-endpoint {first_node}"
 
 
 def resources(run: RunValues) -> JsonObject:
@@ -52,31 +60,39 @@ def resources(run: RunValues) -> JsonObject:
     return {"limits": {GPUS[vendor]: run["cluster.devices_per_node"]}}
 
 
+def volume_needed(run: RunValues) -> Iterator[Problem]:
+    """Yield a problem if the option for the volume is missing."""
+    if not run.container.volume:
+        what = "a volume that all nodes mount, for recipes, data and the run"
+        yield Problem("missing_value", f"--volume is missing: {what}", "--volume", "add --volume NAME")
+
+
 def container_needs(run: RunValues) -> Iterator[Problem]:
     """Yield a problem for each missing option that a manifest needs."""
-    for option, value, what in (
-        ("--image", run.container.image, "a container image with trainspec"),
-        ("--volume", run.container.volume, "a volume that all nodes mount, for recipes, data and the run"),
-    ):
-        if not value:
-            yield Problem("missing_value", f"{option} is missing: {what}", option, f"add {option} NAME")
+    if not run.container.image:
+        message = "--image is missing: a container image with trainspec"
+        yield Problem("missing_value", message, "--image", "add --image NAME")
+    yield from volume_needed(run)
+    if "://" in run.container.volume:
+        message = f"--volume is {run.container.volume}, but only skypilot-ray mounts buckets"
+        yield Problem("not_said", message, "--volume", "pass the name of a volume")
     vendor = run["cluster.accelerator.vendor"]
     if run["cluster.device"] == "cuda" and vendor not in GPUS:
         message = f"`cluster.accelerator.vendor` is {show(vendor)}, whose device plugin is unknown"
         yield Problem("not_said", message, "cluster.accelerator.vendor", f"choose one of {', '.join(GPUS)}")
 
 
-LINES = tuple(Line(key, "", destination="command") for key in PINNED)
-"""Keys that every manager passes on the command line."""
+NODES = "cluster.num_nodes"
+DEVICES = "cluster.devices_per_node"
+ON_EVERY_NODE = tuple(Line(key, "", destination="command") for key in PINNED if key not in (NODES, DEVICES))
+"""Keys that every manager passes on the command line, except the counts, which its manifest needs as well."""
 
 # Kubernetes
 
 INDEX = '"$JOB_COMPLETION_INDEX"'
-NODES = "cluster.num_nodes"
-DEVICES = "cluster.devices_per_node"
 
 
-def _volumes(run: RunValues) -> list[JsonValue]:
+def volumes(run: RunValues) -> list[JsonValue]:
     return [
         {"name": "workspace", "persistentVolumeClaim": {"claimName": run.container.volume}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
@@ -100,7 +116,7 @@ def _pod(run: RunValues, first_node: str, subdomain: str | None = None) -> JsonO
         "volumeMounts": MOUNTS,
     }
     named: JsonObject = {"subdomain": subdomain} if subdomain else {}
-    return {**named, "restartPolicy": "Never", "containers": [container], "volumes": _volumes(run)}
+    return {**named, "restartPolicy": "Never", "containers": [container], "volumes": volumes(run)}
 
 
 def _job_spec(run: RunValues, pod: JsonObject, labels: JsonObject | None = None) -> JsonObject:
@@ -158,7 +174,7 @@ def train_job(run: RunValues) -> list[JsonObject]:
         "numProcPerNode": run[DEVICES],
         "resourcesPerNode": resources(run),
     }
-    pod: JsonObject = {"volumes": _volumes(run), "containers": [{"name": "node", "volumeMounts": MOUNTS}]}
+    pod: JsonObject = {"volumes": volumes(run), "containers": [{"name": "node", "volumeMounts": MOUNTS}]}
     replicated: JsonObject = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
     patch: JsonObject = {
         "manager": "trainspec/emit",
@@ -180,9 +196,10 @@ def _target(
     def render(translation: Translation, run: RunValues) -> dict[str, str]:
         return {file: yaml.safe_dump_all(manifests(run), sort_keys=False, width=110)}
 
-    lines = tuple(line for line in LINES if line.ours not in (NODES, DEVICES))
     counts = (Line(NODES, NODE_KEYS[name]), Line(DEVICES, DEVICE_KEYS[name]))
-    return Target(name, title, version, (*counts, *lines), render, carries_recipe=True, rules=(container_needs,))
+    return Target(
+        name, title, version, (*counts, *ON_EVERY_NODE), render, carries_recipe=True, rules=(container_needs,)
+    )
 
 
 NODE_KEYS = {
@@ -207,6 +224,8 @@ NAMES = {
     "A100-SXM-40GB": "A100",
     "A100-PCIe-80GB": "A100-80GB",
     "A100-SXM-80GB": "A100-80GB",
+    "A30": "A30",
+    "A40": "A40",
     "B200-SXM": "B200",
     "B300-SXM": "B300",
     "GB200": "GB200",
@@ -218,43 +237,56 @@ NAMES = {
     "L40": "L40",
     "L40S": "L40S",
     "MI300X": "MI300X",
+    "NVIDIA A10": "A10",
+    "NVIDIA A10G": "A10G",
+    "NVIDIA RTX 6000 Ada Generation": "RTX6000-Ada",
+    "NVIDIA RTX A5000": "RTXA5000",
+    "NVIDIA RTX A6000": "RTXA6000",
+    "RTX 3090": "RTX3090",
     "RTX 4090": "RTX4090",
+    "RTX 5090": "RTX5090",
     "RTX Pro 6000": "RTXPRO6000",
+    "T4": "T4",
     "V100-SXM2-16GB": "V100",
     "V100-SXM2-32GB": "V100-32GB",
 }
 """Accelerator name in recipes -> name in SkyPilot's catalogue."""
+SKYPILOT_VERSION = "0.14.1"
 FIRST_NODE = f'"$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}"'
 
 
-def _render_task(translation: Translation, run: RunValues) -> dict[str, str]:
-    rented: JsonObject = {"image_id": f"docker:{run.container.image}"}
+def rented(run: RunValues) -> JsonObject:
+    """Return the machines to rent: their accelerators, and the container that runs on them, if there is one."""
+    machine: JsonObject = {"image_id": f"docker:{run.container.image}"} if run.container.image else {}
     if run["cluster.device"] == "cuda":
         name = NAMES[str(run["cluster.accelerator.name"])]
-        rented["accelerators"] = f"{name}:{run['cluster.devices_per_node']}"
+        machine["accelerators"] = f"{name}:{run['cluster.devices_per_node']}"
+    return machine
+
+
+def _render_task(translation: Translation, run: RunValues) -> dict[str, str]:
     command = launch_command(run, '"$SKYPILOT_NODE_RANK"', FIRST_NODE)
     task: JsonObject = {
         "name": dns_label(run.recipe),
         "num_nodes": run["cluster.num_nodes"],
-        "resources": rented,
+        "resources": rented(run),
         "volumes": {WORKSPACE: run.container.volume},
         "run": f"cd {WORKSPACE}\n{command}\n",
     }
     return {"task.yaml": yaml.safe_dump(task, sort_keys=False, width=110)}
 
 
+ACCELERATOR = Line(
+    "cluster.accelerator.name",
+    "resources.accelerators",
+    Choice(NAMES, "cluster=h100"),
+    when=(given("cluster.device", "cuda"),),
+)
 SKYPILOT = Target(
     "skypilot",
     "SkyPilot",
-    "0.14.1",
-    (
-        Line(NODES, "num_nodes"),
-        Line(DEVICES, "resources.accelerators"),
-        Line(
-            "cluster.accelerator.name", "resources.accelerators", Choice(NAMES), when=(given("cluster.device", "cuda"),)
-        ),
-        *(line for line in LINES if line.ours not in (NODES, DEVICES)),
-    ),
+    SKYPILOT_VERSION,
+    (Line(NODES, "num_nodes"), Line(DEVICES, "resources.accelerators"), ACCELERATOR, *ON_EVERY_NODE),
     _render_task,
     carries_recipe=True,
     rules=(container_needs,),
