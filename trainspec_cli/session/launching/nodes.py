@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, WorkerError
@@ -26,7 +27,9 @@ from trainspec_cli.run.folder.paths import RECIPE, RunDir
 from trainspec_cli.run.folder.record import RunResult, read_plan, read_result
 from trainspec_cli.session.launching.kinds import kind_of
 
-RETRY_S = 0.5
+RETRY_S = 0.1
+TURN_S = 0.5
+"""When the first node is lost, each node gives those with a lower number this much longer to take over, in seconds."""
 WATCH_S = 1.0
 """Interval at which a node that has joined reads the run's progress from the shared folder."""
 RESULT_TIMEOUT_S = 30.0
@@ -69,7 +72,7 @@ class NodeOptions:
             message = "`run.dir` is auto, so each node would create a separate folder"
             hint = "set run.dir=<a folder that all nodes share>"
             raise RecipeError(Problem("missing_value", message, "run.dir", hint))
-        return reach
+        return replace(reach, serve=partial(run_agent, node=0))
 
     def reach_at(self, endpoint: str, nodes: int, spares: int, hint: str, join_timeout_s: float) -> Reach:
         host, _, port = endpoint.rpartition(":")
@@ -179,14 +182,14 @@ def join(
                     if resilience.survives_first_node:
                         # The node with the lowest number is the first to take over.
                         lost_in = generations.read(run, generation)
-                        deadline += node * RETRY_S
+                        deadline += node * TURN_S
                     else:
                         deadline = gives_up_at
             except MachineError as error:  # perhaps from an earlier start whose first node is gone
                 refusal = error
                 if lost_in and generation > tried:  # the node that took over may be lost, too
                     tried = generation
-                    deadline = time.monotonic() + RESULT_TIMEOUT_S + node * RETRY_S
+                    deadline = time.monotonic() + RESULT_TIMEOUT_S + node * TURN_S
                     gives_up_at = deadline + wait_s
         time.sleep(RETRY_S)
     if not served:
