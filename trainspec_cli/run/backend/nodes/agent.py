@@ -112,7 +112,7 @@ def _serve(
     place: int,
     requests: PatientRequests,
     *,
-    serves_once: bool,
+    serves_once: bool = False,
 ) -> int:
     wire = connect(record, read_secret(run.secret(record.generation)), place)
     try:

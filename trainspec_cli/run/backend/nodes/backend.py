@@ -60,9 +60,6 @@ class Reach:
     start: tuple[str, ...]
     """A command that runs an agent on every node (srun), or only on this node; RUN and GENERATION are appended to
     it."""
-    serve: Callable[[RunDir, int], int] | None = None
-    """If given, this process runs the agent of this node itself, in a thread, instead of the command: it then lasts
-    from one generation to the next, and with it the node's standby. Returns the agent's exit code."""
     rendezvous_port: int | None = None
     """The port to use; None for any free port."""
     return_timeout_s: float = 0.0
@@ -73,6 +70,9 @@ class Reach:
     lost: tuple[tuple[int, str], ...] = ()
     """The nodes that were lost with the first node from which this one takes over the run, and their hostnames, if
     known."""
+    serve: Callable[[RunDir, int], int] | None = None
+    """If given, this process runs the agent of this node itself, in a thread, instead of the command: it then lasts
+    from one generation to the next, and with it the node's standby. Returns the agent's exit code."""
 
 
 def agent_command(node: int | None = None) -> tuple[str, ...]:
