@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -82,8 +83,7 @@ def measure(case: str, *, memory: bool, show: bool = False) -> dict[str, float]:
         spares = (f"cluster.reliability.spare_nodes={count - NODES}",) if count > NODES else ()
         endpoint = f"{hosts.address(1)}:{free_port()}"
         for node in range(count):
-            own_memory = ["sh", "-c", 'mount -t tmpfs tmpfs /dev/shm; exec "$@"', "sh"]
-            command = [*hosts.inside(node + 1), *own_memory, sys.executable, "-m", "trainspec_cli", "launch"]
+            command = [*hosts.inside(node + 1, own_memory=True), sys.executable, "-m", "trainspec_cli", "launch"]
             nodes = ("--nnodes", str(NODES), "--node-rank", str(node), "--rdzv-endpoint", endpoint)
             output = None if show else subprocess.DEVNULL
             environment = os.environ | {"OMP_NUM_THREADS": "1", "TRAINSPEC_PROBE": "off"}
@@ -91,7 +91,8 @@ def measure(case: str, *, memory: bool, show: bool = False) -> dict[str, float]:
                 subprocess.Popen([*command, *settings, *spares, *nodes], env=environment, stdout=output, stderr=output)
             )
         wait_for_steps(run, 25)
-        time.sleep(2)  # standby processes may still be starting
+        while not all(has_standby(hosts, number) for number in hosts.numbers):
+            time.sleep(0.5)
         victim = 1 if case == "first" else NODES
         at = time.time()
         if case == "cut":
@@ -107,6 +108,14 @@ def measure(case: str, *, memory: bool, show: bool = False) -> dict[str, float]:
         hosts.remove()
         for process in started:
             process.wait()
+
+
+def has_standby(hosts: Hosts, number: int) -> bool:
+    for pid in hosts.processes(number):
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).name() == "standby":
+                return True
+    return False
 
 
 def wait_for_steps(run: RunDir, step: int, after: float = 0.0) -> None:
