@@ -27,7 +27,7 @@ RECIPE = (
 )
 IN_MEMORY = (
     *("checkpoint.interval_steps=null", "checkpoint.memory_interval_steps=1", "train.max_steps=1000000"),
-    "fault=slow(step=0,seconds=0.2,steps=1000000)",
+    "fault=slow(step=0,seconds=1,steps=1000000)",
 )
 
 
