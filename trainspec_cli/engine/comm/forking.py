@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from trainspec_cli.core.environment_names import RANK, rank_title
-from trainspec_cli.engine.accelerators import on_chip, own_stream, synchronise_stream
+from trainspec_cli.engine.accelerators import on_chip, own_stream, started_kind, synchronise_stream
 from trainspec_cli.engine.digest import Mark, mark, wait_for
 
 # A forked child that runs a program like a separate process, with the parent's imports already loaded.
@@ -136,7 +136,7 @@ def fork_workers(module: str, arguments: Sequence[str]) -> None:
     if sys.platform != "linux" or module not in (ENGINE, TOOLS):
         return
     import_program(module, arguments)
-    assert not torch.cuda.is_initialized(), "a CUDA context does not survive a fork"
+    assert started_kind() is None, "an accelerator's context does not survive a fork"
     gc.freeze()  # prevent the workers' garbage collection from writing to shared memory
     api.get_subprocess_handler = _ForkingHandler  # type: ignore[assignment]  # torch passes every argument by name
 
