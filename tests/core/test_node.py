@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from trainspec_cli.core import node
 from trainspec_cli.core.errors import MachineError
+from trainspec_cli.core.node import private_files
 
 
 def test_slurms_name_of_a_node_comes_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,3 +70,18 @@ def test_a_place_where_no_cache_can_be_made_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(MachineError, match=r"cannot .*file/cache"):
         node.make_cache()
+
+
+def test_files_stay_private_while_any_thread_wants_them_so() -> None:
+    """The mask is the process's: blocks of two threads that overlap end in the order in which they began."""
+    usual = os.umask(0o022)
+    try:
+        first, second = private_files(), private_files()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert os.umask(0o077) == 0o077, "the second block has not ended"
+        second.__exit__(None, None, None)
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(usual)

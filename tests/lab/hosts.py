@@ -6,6 +6,7 @@ network is not touched.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -68,12 +69,14 @@ class Hosts:
     def address(number: int) -> str:
         return f"{NET}.{number}"
 
-    def inside(self, number: int) -> list[str]:
-        """What goes before a command to run it on a host: its network, its name, its /etc/hosts.
+    def inside(self, number: int, *, own_memory: bool = False) -> list[str]:
+        """What goes before a command to run it on a host: its network, its name, its /etc/hosts, and with `own_memory`
+        a /dev/shm that ends with the command.
 
         Not `ip netns exec`, which mounts a /sys of its own, without the control groups that slurmd wants.
         """
-        script = 'hostname "$0"; mount --bind "$1" /etc/hosts; shift; exec "$@"'
+        memory = "mount -t tmpfs tmpfs /dev/shm; " if own_memory else ""
+        script = f'hostname "$0"; mount --bind "$1" /etc/hosts; {memory}shift; exec "$@"'
         enter = ["nsenter", f"--net=/run/netns/{_name(number)}"]
         own = ["unshare", "--uts", "--mount", "--propagation", "slave"]
         return [*enter, *own, "sh", "-c", script, f"node{number}", str(self._hosts_file)]
@@ -89,6 +92,16 @@ class Hosts:
 
     def heal(self, number: int) -> None:
         run("ip", "-n", SWITCH, "link", "set", f"p{number}", "up")
+
+    def processes(self, number: int) -> list[int]:
+        return _pids(_name(number))
+
+    def switch_off(self, number: int) -> None:
+        """Kill all processes of a host at once. Its kernel closes their connections."""
+        for sent in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none acts on the death of another
+            for pid in self.processes(number):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, sent)
 
     def make_good(self, number: int) -> None:
         """A cable that is whole, loses nothing and has no limit, whatever was done to it."""

@@ -28,6 +28,8 @@ GROUP = "TRAINSPEC_GROUP"
 """The number of a worker's replica group, starting at 0."""
 START = "TRAINSPEC_START"
 """The number of the replica group's start, starting at 1."""
+MARKS = "TRAINSPEC_MARKS"
+"""In the environment of a standby process: room for LAUNCH_ID and GROUP of the start that will use it."""
 
 PROGRESS = "TRAINSPEC_PROGRESS"
 """ID:FOLDER of a user's command: the start's identifier, and the folder where the command's processes count their

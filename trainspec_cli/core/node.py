@@ -9,6 +9,7 @@ import pwd
 import shlex
 import socket
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -124,14 +125,24 @@ NEVER_READ = ("wandb",)
 folder."""
 
 
+_private_lock = threading.Lock()
+_private_masks: list[int] = []
+"""The masks before each of the blocks of `private_files` that are open; the first is the process's usual one."""
+
+
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Make all files created in the block, by this process and its children, accessible only to this user."""
-    before = os.umask(PRIVATE_UMASK)
+    """Make all files created in the block, by this process and its children, accessible only to this user. The mask
+    belongs to the process, so it is restored when no thread is in such a block any more."""
+    with _private_lock:
+        _private_masks.append(os.umask(PRIVATE_UMASK))
     try:
         yield
     finally:
-        os.umask(before)
+        with _private_lock:
+            before = _private_masks.pop()
+            if not _private_masks:
+                os.umask(before)
 
 
 def make_folder(folder: Path, hint: str) -> None:

@@ -12,18 +12,20 @@ import traceback
 from trainspec_cli.core.environment_names import GROUP
 from trainspec_cli.core.errors import TrainspecError
 from trainspec_cli.engine.run.faults import StopRequest
+from trainspec_cli.engine.run.startup import Startup
 from trainspec_cli.run.folder.generations import Fence
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import WorkerErrorRecord, write_error
 
 
 def main() -> None:
+    startup = Startup()
     stop = StopRequest().listen()
     run_dir = RunDir(sys.argv[1])
     try:
         from trainspec_cli.engine.run.worker import work  # import errors are also reported to the supervisor
 
-        work(run_dir, stop)
+        work(run_dir, stop, startup)
     except Exception as error:
         if Fence.of_worker(run_dir).is_closed():  # the run was restarted, and the newer start has taken over
             raise

@@ -64,6 +64,7 @@ START = StartEvent(
     restored_from="checkpoints/step_00000003",
     pid=7,
     host="h",
+    startup_s={"import": 0.0, "join": 0.5},
 )
 STEP = StepEvent(
     step=4,

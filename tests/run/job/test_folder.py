@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from lab.problems import raises
+from lab.waiting import wait_for
 
 from trainspec_cli import __version__
 from trainspec_cli.core.errors import MachineError, RecipeError
@@ -22,10 +23,14 @@ from trainspec_cli.run.backend.family import start
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan, read_plan_of_all_nodes
+from trainspec_cli.run.job import folder
 from trainspec_cli.run.job.folder import (
     LaunchOrigin,
     check_free,
+    claim,
+    drop_claim,
     make_folder,
+    read_claim,
     storage,
     write_launch,
     write_other_nodes,
@@ -231,3 +236,27 @@ def test_the_chat_template_that_the_data_names_is_kept(make_job: MakeJob, make_p
     job = make_job("train")
     write_launch(job, replace(plan, spec=replace(plan.spec, data=data)), ORIGIN, tmp_path)
     assert (job.run.huggingface / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_a_claim_shows_other_nodes_that_its_owner_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "BEAT_S", 0.01)
+    run = RunDir(tmp_path)
+    assert read_claim(run) is None
+    with claim(run, "a"):
+        first = read_claim(run)
+        assert first is not None and first.is_locked
+        wait_for(lambda: (now := read_claim(run)) is not None and now.is_locked and now.beat_ns > first.beat_ns)
+    assert read_claim(run) is None
+
+
+def test_a_dropped_claim_can_be_taken_and_its_owner_leaves_the_new_one_alone(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    with claim(run, "b" * 16):
+        with raises(RecipeError, "still_running"), claim(run, "c" * 16):
+            pytest.fail("it is claimed")
+        drop_claim(run)
+        second = claim(run, "c" * 16)
+        second.__enter__()
+    signs = read_claim(run)
+    assert signs is not None and signs.is_locked
+    second.__exit__(None, None, None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -18,8 +20,10 @@ from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import GenerationRecord, UnplannedWork
 from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job import folder
+from trainspec_cli.run.job.folder import claim, read_claim
 from trainspec_cli.session.launching import nodes
-from trainspec_cli.session.launching.nodes import Joined
+from trainspec_cli.session.launching.nodes import TURN_S, Joined, LostSupervisor
 
 
 @pytest.fixture
@@ -180,3 +184,83 @@ def test_a_refusal_of_this_node_is_what_is_told(
     generations.begin(run)
     with pytest.raises(MachineError, match="nobody listens"):
         nodes.join(str(run.root), 1, console, wait_s=0.2)
+
+
+class SupervisorLab:
+    """A supervisor with a claim and a hub, and nodes that have lost their connection to it; time passes as told."""
+
+    def __init__(self, run: RunDir, describe_start, monkeypatch: pytest.MonkeyPatch):
+        self.now_s = 0.0
+        monkeypatch.setattr(nodes.time, "monotonic", lambda: self.now_s)
+        self.hub = socket.create_server(("127.0.0.1", 0))
+        port = self.hub.getsockname()[1]
+        self.record = replace(describe_start(), hub_port=port, nodes=(0, 1, 2, 3))
+        self.run = run
+
+    def look(self, node: int, *, locks_are_seen: bool) -> LostSupervisor:
+        return LostSupervisor(self.run, self.record, node, locks_are_seen=locks_are_seen)
+
+    def is_gone_within(self, seen: LostSupervisor, seconds: float, beats: bool = False) -> bool:
+        """Look ten times per second."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            if beats:
+                os.utime(self.run.pid_json, (self.now_s, self.now_s))
+            if seen.is_gone():
+                return True
+            self.now_s += 0.1
+        return False
+
+
+@pytest.fixture
+def lost(run: RunDir, describe_start, monkeypatch: pytest.MonkeyPatch) -> Iterator[SupervisorLab]:
+    monkeypatch.setattr(folder, "BEAT_S", 1e6)
+    made = SupervisorLab(run, describe_start, monkeypatch)
+    yield made
+    made.hub.close()
+
+
+def test_a_supervisor_whose_lock_is_free_is_gone_and_the_lowest_node_goes_first(lost: SupervisorLab) -> None:
+    lowest, next_one = lost.look(1, locks_are_seen=True), lost.look(2, locks_are_seen=True)
+    lost.hub.close()
+    with claim(lost.run, "x" * 16):
+        assert not lost.is_gone_within(lowest, 2.0), "it is locked, and 3 s without a sign of life have not passed"
+    assert lowest.is_gone() and not next_one.is_gone()
+    assert lost.is_gone_within(next_one, 2 * TURN_S)
+
+
+def test_a_free_lock_shows_nothing_where_locks_are_not_seen(lost: SupervisorLab) -> None:
+    """As on a file system that keeps locks within a node."""
+    seen = lost.look(1, locks_are_seen=False)
+    lost.hub.close()
+    lost.run.pid_json.touch()
+    assert not lost.is_gone_within(seen, 10.0, beats=True)
+    assert lost.is_gone_within(seen, 4.0)
+
+
+def test_a_supervisor_that_answers_is_not_gone(lost: SupervisorLab) -> None:
+    seen = lost.look(1, locks_are_seen=True)
+    with claim(lost.run, "x" * 16):
+        assert not lost.is_gone_within(seen, 10.0), "its hub accepts connections"
+        lost.hub.close()
+        assert lost.is_gone_within(seen, 1.0), "it shows no sign of life"
+        assert read_claim(lost.run) is None, "the lock that the file server keeps does not hinder the next owner"
+
+
+def test_a_stall_of_the_file_system_is_no_sign_of_death(lost: SupervisorLab) -> None:
+    """The owner could not touch its file either."""
+    seen = lost.look(1, locks_are_seen=False)
+    lost.hub.close()
+    lost.run.pid_json.touch()
+    assert not seen.is_gone()
+    lost.now_s += 60.0
+    assert not seen.is_gone()
+    assert not lost.is_gone_within(seen, 2.0)
+    assert lost.is_gone_within(seen, 2.0)
+
+
+def test_a_run_that_has_a_result_is_not_taken_over(lost: SupervisorLab) -> None:
+    seen = lost.look(1, locks_are_seen=True)
+    lost.hub.close()
+    write_json(lost.run.result_json, {"status": "done", "exit_code": 0})
+    assert not lost.is_gone_within(seen, 10.0)

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from trainspec_cli.core.environment_names import RANK, rank_title
-from trainspec_cli.engine.accelerators import on_chip, own_stream, synchronise_stream
+from trainspec_cli.engine.accelerators import on_chip, own_stream, started_kind, synchronise_stream
 from trainspec_cli.engine.digest import Mark, mark, wait_for
 
 # A forked child that runs a program like a separate process, with the parent's imports already loaded.
@@ -135,11 +135,17 @@ def fork_workers(module: str, arguments: Sequence[str]) -> None:
     only on Linux, because the system libraries of other systems do not survive a fork."""
     if sys.platform != "linux" or module not in (ENGINE, TOOLS):
         return
+    import_program(module, arguments)
+    assert started_kind() is None, "an accelerator's context does not survive a fork"
+    gc.freeze()  # prevent the workers' garbage collection from writing to shared memory
+    api.get_subprocess_handler = _ForkingHandler  # type: ignore[assignment]  # torch passes every argument by name
+
+
+def import_program(module: str, arguments: Sequence[str]) -> None:
+    """Import what the workers of a program of the engine import."""
     os.environ.setdefault(WITHOUT_CUDA_CONTEXT, "1")
     with contextlib.suppress(Exception):  # the workers will encounter the same error and report it as usual
         import_module(f"{ENGINE}.run.worker" if module == ENGINE else f"{TOOLS}.{arguments[0]}")
-    gc.freeze()  # prevent the workers' garbage collection from writing to shared memory
-    api.get_subprocess_handler = _ForkingHandler  # type: ignore[assignment]  # torch passes every argument by name
 
 
 class _ForkingHandler(SubprocessHandler):

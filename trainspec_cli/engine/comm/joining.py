@@ -29,7 +29,8 @@ from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.wire import rendezvous as messages
 from trainspec_cli.core.wire.rendezvous import JsonClient
 from trainspec_cli.engine.accelerators import enter, process_group_backends, started_kind
-from trainspec_cli.engine.comm.forking import fork_workers
+from trainspec_cli.engine.comm.forking import ENGINE, fork_workers, import_program
+from trainspec_cli.engine.comm.standing_by import stand_by
 from trainspec_cli.recipe.records import read_record
 from trainspec_cli.run.folder.generations import read_secret
 
@@ -128,6 +129,9 @@ def main() -> None:
     from torch.distributed import run
 
     rendezvous_handler_registry.register(BACKEND, PrivateRendezvous)
+    if sys.argv[1:2] == ["--standby"]:
+        import_program(ENGINE, ())
+        stand_by(int(sys.argv[2]))
     asked = run.parse_args(sys.argv[1:])
     if asked.module:
         fork_workers(asked.training_script, asked.training_script_args)

@@ -32,7 +32,9 @@ from trainspec_cli.engine.comm.codec import Connection, borrow, open_connections
 from trainspec_cli.engine.digest import Mark, MicroBatch, elapsed_s, mark, wait_for
 from trainspec_cli.engine.observe.clock import ProcessorClock, QueuedTime
 from trainspec_cli.recipe.records import ABSENT
-from trainspec_cli.run.folder.event_types.events import ConnectionCounts, CountersEvent
+from trainspec_cli.run.folder.event_types.events import ConnectionCounts, CountersEvent, StartEvent
+from trainspec_cli.run.folder.events import read_sound
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.recovery.watch import WINDOW, slope_per_step, steps_until_full
 
 WINDOW_S = 0.5
@@ -397,7 +399,21 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
         best = max(best, *rates)
         if 8 * (2 * size**3) / max(rates) > MATMUL_LIMIT_S:  # the next size takes 8 times as long
             break
-    return Peak(best, f"best {str(dtype).removeprefix('torch.')} matmul measured on this device")
+    return Peak(best, measured_source(dtype))
+
+
+def measured_source(dtype: torch.dtype) -> str:
+    return f"best {str(dtype).removeprefix('torch.')} matmul measured on this device"
+
+
+def measured_before(run_dir: RunDir, device: torch.device, dtype: torch.dtype) -> Peak | None:
+    """Return the peak that the run's first start measured, if it had such a device. Measuring takes one to three
+    seconds, and a restart should not wait for it."""
+    events = read_sound(run_dir.events(0))
+    start = next((event for event in events if isinstance(event, StartEvent)), None)
+    if start is None or (start.device_name, start.peak_source) != (device_name(device), measured_source(dtype)):
+        return None
+    return Peak(start.peak_flops, start.peak_source)
 
 
 def matmul_flops(

@@ -23,6 +23,7 @@ from trainspec_cli.engine.observe.counters import (
     device_allocations,
     device_name,
     measure_peak,
+    measured_before,
 )
 from trainspec_cli.engine.observe.deeper_look import DeeperLook
 from trainspec_cli.engine.observe.watch import StepWatch
@@ -75,12 +76,13 @@ class Trainer:
         self.progress = TrainProgress()
         if coordinator.restores_at_start:
             self.progress = self._restore()
+        run.startup.end("restore")
         self._begin_layout()
         dtype = DTYPES[run.plan.compute]
         if (emulated := emulated_peak_flops(device, dtype)) is not None:
             peak = Peak(emulated, "peak of the emulated chip according to its data sheet")
         elif run.plan.peak_flops is None:
-            peak = measure_peak(device, dtype)
+            peak = measured_before(run.run_dir, device, dtype) or measure_peak(device, dtype)
         else:
             peak = Peak(run.plan.peak_flops, run.plan.peak_source)
         self.tally = RunTally(peak)
@@ -116,6 +118,7 @@ class Trainer:
     def train(self) -> None:
         """Train until the last step or a request to stop. A checkpoint is written in both cases."""
         plan = self.run.plan
+        self.run.startup.end("prepare")
         self.journal.write(
             StartEvent(
                 step=self.progress.step,
@@ -131,6 +134,7 @@ class Trainer:
                 restored_from=self.restored_from,
                 pid=os.getpid(),
                 host=socket.gethostname(),
+                startup_s=self.run.startup.parts_s,
             )
         )
         is_new = self.progress.step == 0 and dist.get_rank() == 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.run.faults import StopRequest
+from trainspec_cli.engine.run.startup import Startup
 from trainspec_cli.recipe.records import ABSENT, Absent
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.channel.worker import SupervisorConnection
@@ -32,6 +33,7 @@ class TrainingRun:
     """The number of this replica group, if there are several."""
     supervisor: SupervisorConnection = field(default_factory=SupervisorConnection)
     """The default has no address, so no messages arrive."""
+    startup: Startup = field(default_factory=Startup)
 
     @property
     def group_field(self) -> int | Absent:

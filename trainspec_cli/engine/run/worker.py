@@ -19,6 +19,7 @@ from trainspec_cli.engine.run.coordinator import open_coordinator
 from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.engine.run.shortage import recall_reliefs
 from trainspec_cli.engine.run.sources import open_source
+from trainspec_cli.engine.run.startup import Startup
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.engine.run.training_run import TrainingRun
 from trainspec_cli.recipe.results.plan import Plan
@@ -30,13 +31,15 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 
 
-def work(run_dir: RunDir, stop: StopRequest) -> None:
+def work(run_dir: RunDir, stop: StopRequest, startup: Startup) -> None:
     """Train according to the folder's plan.json and run.json. Does not return if the run succeeds."""
+    startup.end("import")
     plan = read_plan(run_dir)
     about = read_versioned(run_dir.run_json)
     data_dir = None if about["data_dir"] is None else read_field(run_dir.run_json, about, "data_dir", str)
     digest = read_field(run_dir.run_json, about, "digest", str)
     device = join_processes(plan.device)
+    startup.end("join")
     refuse_buckets(plan, device)
     group = int(os.environ[GROUP]) if plan.replica_groups > 1 else None
     rank = (group or 0) * plan.group_size + dist.get_rank()
@@ -47,8 +50,9 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     if not run_dir.checkpoint_steps():
         load_initial(plan, state)
     journal = Journal(run_dir, dist.get_rank(), plan.spec, group)
-    run = TrainingRun(plan, state, run_dir, digest, stop, journal, group, supervisor)
+    run = TrainingRun(plan, state, run_dir, digest, stop, journal, group, supervisor, startup)
     source = open_source(run, data_dir)
+    startup.end("build")
     Trainer(run, source, open_coordinator(run, source)).train()
     leave_processes()
 

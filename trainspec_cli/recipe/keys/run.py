@@ -298,8 +298,9 @@ class RunSection:
     stop_grace_s: PositiveFloat = 60.0
     """A worker that is still running this long after a stop request is killed."""
     node_timeout_s: PositiveFloat = 30.0
-    """On several nodes: a node that is silent for this long (off, hung, disconnected) is treated as lost
-    (`resilience.after_node_loss`)."""
+    """On several nodes: a node whose processes are silent for this long is treated as lost
+    (`resilience.after_node_loss`). On Linux, a node that is off or disconnected is lost after four seconds, because its
+    system acknowledges nothing."""
     join_timeout_s: PositiveFloat = 300.0
     """On several nodes: time limit for nodes to start after the first one (a slow prologue, a container image to pull),
     for a lost node to return, and for the others to wait for the first node."""

@@ -20,6 +20,7 @@ import psutil
 from trainspec_cli.core.environment_names import GENERATION, GROUP, LAUNCH_ID
 from trainspec_cli.run.backend import guard, processes
 from trainspec_cli.run.backend.processes import EXEC_TIMEOUT_S, environ, parent_id
+from trainspec_cli.run.backend.standby import take_standby
 from trainspec_cli.run.folder.events import spoken_bytes
 from trainspec_cli.run.job.job import Job, own_modules
 
@@ -120,8 +121,12 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a process in a new session with the job's environment; its output goes to the job's torchrun log.
     `pass_fds`: file descriptors that it inherits. `open_output`: returns a different destination for the output, and
-    must then write the log itself."""
+    must then write the log itself. A torchrun is run by this process's standby, if one is ready."""
     job.logs.mkdir(parents=True, exist_ok=True)
+    standby = None if pass_fds or open_output else take_standby(command, job.environment, job.torchrun_log)
+    if standby:
+        _started[:] = [*(earlier for earlier in _started if earlier.returncode is None), standby]
+        return standby
     with os.fdopen(open_output(job.torchrun_log), "wb") if open_output else job.torchrun_log.open("ab") as log:
         process = subprocess.Popen(
             command,

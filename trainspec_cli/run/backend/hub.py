@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from trainspec_cli.core.printable import label_node
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.run.channel import messages
-from trainspec_cli.run.channel.wire import PendingPeer, Wire
+from trainspec_cli.run.channel.wire import UNREACHABLE_S, PendingPeer, Wire
 
 MAX_ACCEPTED = 256
 """Maximum number of connections that one poll accepts, so that a flood of connections does not keep the hub from
@@ -255,6 +255,8 @@ class Hub:
         loss = wire.fault
         if wire.closed and not loss:
             loss = "closed its connection without notice: its processes were killed, or the node went down"
+            if wire.is_unreachable:
+                loss = f"does not answer for {UNREACHABLE_S:g} s: the node is off, or its network link is down"
         elif not loss and wire.silent_s > self._timeout_s:
             loss = (
                 f"has sent nothing for {self._timeout_s:g} s: the node is off or hanging, or its network link is down"

@@ -26,6 +26,7 @@ from trainspec_cli.run.backend import guard, processes
 from trainspec_cli.run.backend.family import Family, start, start_guard
 from trainspec_cli.run.backend.hub import Hub
 from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, RunningStart, poll_starts
+from trainspec_cli.run.backend.standby import keep_standby
 from trainspec_cli.run.channel.messages import GroupExited, ProcessMessage, WorkerExited, WorkersOrphaned
 from trainspec_cli.run.failure import describe_exit, find_listed
 from trainspec_cli.run.folder import generations
@@ -133,10 +134,17 @@ class PassedThrough(Protocol):
 
 class NodeProcesses:
     def __init__(
-        self, job: Job, plan: Plan | None, place: NodePlace | None = None, passed: PassedThrough | None = None
+        self,
+        job: Job,
+        plan: Plan | None,
+        place: NodePlace | None = None,
+        passed: PassedThrough | None = None,
+        *,
+        keeps_standby: bool = False,
     ):
         """`job`: the job of one generation or, in a multi-node run, its part for the node at `place`. `passed`: copies
-        the output to the terminal."""
+        the output to the terminal. `keeps_standby`: whether to prepare later starts (`standby.py`)."""
+        self._keeps_standby = keeps_standby
         self._job = job
         self._plan = plan
         self._place = place
@@ -151,6 +159,8 @@ class NodeProcesses:
         self._starts[group] = _GroupProcesses(job, family, group, number, self._passed)
 
     def poll(self) -> list[ProcessMessage]:
+        if self._keeps_standby:
+            keep_standby(self._job.environment)
         return [message for processes_of in self._starts.values() for message in processes_of.poll()]
 
     def stop(self, group: int | None = None) -> None:

@@ -9,6 +9,7 @@ agent or supervisor that started them sees when they exit."""
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 
@@ -19,6 +20,9 @@ from trainspec_cli.run.channel.messages import Beat, Message, decode, encode
 PURPOSE = "hub"
 BEAT_INTERVAL_S = 1.0
 PIECE_BYTES = 65536
+UNREACHABLE_S = 4.0
+"""A system acknowledges heartbeats even if its processes hang. If it does not within this many seconds, it is off, or a
+network link is down (TCP_USER_TIMEOUT, RFC 5482; only on Linux)."""
 RETRY_S = 0.2
 CALL_TIMEOUT_S = 60.0
 """An agent retries for this many seconds after the hub has closed its connection. (The hub does so when too many agents
@@ -76,11 +80,15 @@ class PendingPeer:
 class Wire:
     def __init__(self, connection: socket.socket):
         connection.setblocking(False)
+        if connection.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREACHABLE_S * 1000))
         self._connection = connection
         self._unread = b""
         self._unsent = b""
         self._received_at = self._beat_at = time.monotonic()
         self.closed = False
+        self.is_unreachable = False
+        """True if the connection was closed because the peer's system acknowledged nothing for `UNREACHABLE_S`."""
         self.was_heard = False
         """True once the peer has sent something."""
         self.fault = ""
@@ -128,8 +136,9 @@ class Wire:
                 piece = self._connection.recv(PIECE_BYTES)
             except BlockingIOError:
                 break
-            except OSError:
+            except OSError as error:
                 piece = b""
+                self._note(error)
             self.closed = not piece
             if piece:
                 self._received_at = time.monotonic()
@@ -147,5 +156,9 @@ class Wire:
                 self._unsent = self._unsent[self._connection.send(self._unsent) :]
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
+            self._note(error)
             self.closed = True
+
+    def _note(self, error: OSError) -> None:
+        self.is_unreachable = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH)

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import socket
 import stat
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -217,6 +218,9 @@ _CANNOT_BE_LOOKED_AT = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP)
 trainspec never creates."""
 GLANCE_S = 0.5
 """`is_running` holds the lock briefly, so a claim retries for this many seconds."""
+BEAT_S = 1.0
+"""Interval at which the owner of the claim touches its file. Other nodes see by it that the owner is alive, even if the
+file system does not show them its lock."""
 CLOCK_ERROR_S = 2.0
 """Tolerance in seconds when a process's start time is compared with the time of a file."""
 
@@ -254,14 +258,54 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
         owner = Owner(pid=os.getpid(), host=socket.gethostname(), launch_id=launch_id, slurm_job_id=job_id)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json_text(to_plain(owner), indent=None).encode(), 0)
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(BEAT_S):
+                with suppress(OSError):
+                    os.utime(descriptor)
+
+        beating = threading.Thread(target=beat, name="claim", daemon=True)
+        beating.start()
         try:
             yield
         finally:
+            ended.set()
+            beating.join(BEAT_S)
             # Slurm has restarted the job, whose new supervisor has replaced the file: keep it.
             if _is_same_file(descriptor, run.pid_json):
                 run.pid_json.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class ClaimSigns:
+    """What the claim's file shows to other nodes."""
+
+    is_locked: bool
+    beat_ns: int
+    """The time of the owner's last sign of life, by the file server's clock."""
+
+
+def read_claim(run: RunDir) -> ClaimSigns | None:
+    """Return the signs; None if no launch has claimed the run. Opening the file makes NFS ask its server."""
+    try:
+        descriptor = os.open(run.pid_json, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno not in _CANNOT_BE_LOOKED_AT:
+            raise unreadable(run.pid_json, f"cannot be opened: {error.strerror}") from error
+        return None
+    try:
+        return ClaimSigns(not _lock(descriptor), os.fstat(descriptor).st_mtime_ns)
+    finally:
+        os.close(descriptor)
+
+
+def drop_claim(run: RunDir) -> None:
+    """Let another launch claim the run although the owner's lock has not been released: a file server may keep the lock
+    of a node that is off for minutes. If the owner is alive after all, it is fenced off."""
+    run.pid_json.unlink(missing_ok=True)
 
 
 def find_owner(run: RunDir) -> Owner | None:

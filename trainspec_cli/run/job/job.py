@@ -33,7 +33,7 @@ from trainspec_cli.run.recovery.recovery import FAILURE_GRACE_S
 ENGINE = ("-m", "trainspec_cli.engine")
 LOOPBACK = "127.0.0.1"
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-_TORCHRUN = (sys.executable, "-m", "trainspec_cli.engine.comm.joining")
+TORCHRUN = (sys.executable, "-m", "trainspec_cli.engine.comm.joining")
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def torchrun_command(processes: int, logs: Path, worker: Sequence[str]) -> tuple
 
     The processes rendezvous through a file, so no port is opened. Output goes to LOGS/workers_*/attempt_0/<local
     rank>/{stdout,stderr}.log."""
-    return (*_TORCHRUN, "--nnodes", "1", *_options("workers", processes, LOOPBACK, logs), *worker)
+    return (*TORCHRUN, "--nnodes", "1", *_options("workers", processes, LOOPBACK, logs), *worker)
 
 
 def node_command(place: NodePlace, name: str, processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
@@ -193,7 +193,7 @@ def node_command(place: NodePlace, name: str, processes: int, logs: Path, worker
     start from other starts on the same rendezvous server. torchrun is given this node's address, because by default it
     resolves the node's name, which may yield a loopback address."""
     nodes = ("--nnodes", str(place.num_nodes), "--rdzv-conf", f"node={place.node}")
-    return (*_TORCHRUN, *nodes, *_options(name, processes, own_address(place.head), logs), *worker)
+    return (*TORCHRUN, *nodes, *_options(name, processes, own_address(place.head), logs), *worker)
 
 
 def _options(name: str, processes: int, address: str, logs: Path) -> tuple[str, ...]:

@@ -3,11 +3,14 @@ the others join it."""
 
 from __future__ import annotations
 
+import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, WorkerError
@@ -24,11 +27,18 @@ from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
 from trainspec_cli.run.folder.record import RunResult, read_plan, read_result
+from trainspec_cli.run.job.folder import ClaimSigns, drop_claim, read_claim
 from trainspec_cli.session.launching.kinds import kind_of
 
-RETRY_S = 0.5
+RETRY_S = 0.1
+TURN_S = 0.5
+"""When the first node is lost, each node gives those with a lower number this much longer to take over, in seconds."""
 WATCH_S = 1.0
 """Interval at which a node that has joined reads the run's progress from the shared folder."""
+STALE_S = 3.0
+"""Time in seconds without a sign of life (`BEAT_S` in run/job/folder.py) after which a supervisor is considered dead if
+its node does not answer either."""
+ANSWER_S = 0.5
 RESULT_TIMEOUT_S = 30.0
 """Maximum time that a joined node waits for the first node to write the result or restart the run, in seconds."""
 
@@ -69,7 +79,7 @@ class NodeOptions:
             message = "`run.dir` is auto, so each node would create a separate folder"
             hint = "set run.dir=<a folder that all nodes share>"
             raise RecipeError(Problem("missing_value", message, "run.dir", hint))
-        return reach
+        return replace(reach, serve=partial(run_agent, node=0))
 
     def reach_at(self, endpoint: str, nodes: int, spares: int, hint: str, join_timeout_s: float) -> Reach:
         host, _, port = endpoint.rpartition(":")
@@ -143,8 +153,11 @@ def join(
     gives_up_at = deadline
     tried = 0
     lost_in: GenerationRecord | None = None
+    lost: LostSupervisor | None = None
+    locks_are_seen = False
     while not (served and run.result_json.is_file()):
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or (lost and lost.is_gone()):
+            lost = None
             is_newest = generations.newest(run) in (served, tried)
             if lost_in is None or joined.take_over is None or (is_newest and time.monotonic() > gives_up_at):
                 break
@@ -161,9 +174,12 @@ def join(
                     def begin(
                         record: GenerationRecord, shown: ExitStack = shown, is_first: bool = generation > tried
                     ) -> None:
+                        nonlocal locks_are_seen
                         joined.check(run, record)
                         if not is_first:
                             return
+                        claim = read_claim(run)
+                        locks_are_seen = claim is not None and claim.is_locked
                         logs = Path(record.logs) / f"node{record.place_of(node):05d}"
                         console.report(f"node {node}: joined start {record.generation}; its output goes to {logs}")
                         if not joined.of_slurm:
@@ -172,21 +188,22 @@ def join(
                     code = run_agent(run, generation, node, begin)
                 served = generation
                 gives_up_at = deadline = time.monotonic() + RESULT_TIMEOUT_S
-                lost_in = None
+                lost_in = lost = None
                 resilience = read_plan(run).spec.resilience if code == CUT_OFF and joined.take_over else None
                 if resilience and resilience.survives_lost_nodes:
                     gives_up_at = deadline + wait_s
                     if resilience.survives_first_node:
                         # The node with the lowest number is the first to take over.
                         lost_in = generations.read(run, generation)
-                        deadline += node * RETRY_S
+                        deadline += node * TURN_S
+                        lost = lost_in and LostSupervisor(run, lost_in, node, locks_are_seen=locks_are_seen)
                     else:
                         deadline = gives_up_at
             except MachineError as error:  # perhaps from an earlier start whose first node is gone
                 refusal = error
                 if lost_in and generation > tried:  # the node that took over may be lost, too
                     tried = generation
-                    deadline = time.monotonic() + RESULT_TIMEOUT_S + node * RETRY_S
+                    deadline = time.monotonic() + RESULT_TIMEOUT_S + node * TURN_S
                     gives_up_at = deadline + wait_s
         time.sleep(RETRY_S)
     if not served:
@@ -199,6 +216,53 @@ def join(
         reason = "" if isinstance(result.reason, Absent) else f": {result.reason}"
         console.report(f"node {node}: the run is {result.status}{reason}")
     return joined.exit_code(run, result)
+
+
+class LostSupervisor:
+    """Finds out whether the first node's supervisor, to which this node has lost its connection, is dead.
+
+    If this node can see its lock on the run, the lock shows that: the file system releases it when the process ends. If
+    the node is off, or the file system does not show other nodes' locks, the supervisor is considered dead if it has
+    not touched the file for `STALE_S`, and does not answer either."""
+
+    def __init__(self, run: RunDir, record: GenerationRecord, node: int, *, locks_are_seen: bool):
+        self._run = run
+        self._hub = (record.head, record.hub_port)
+        others = sorted(other for other in record.nodes if other != record.nodes[0])
+        self._turn_s = others.index(node) * TURN_S if node in others else node * TURN_S
+        self._locks_are_seen = locks_are_seen
+        self._signs: ClaimSigns | None = None
+        self._unchanged_since_s = self._looked_s = time.monotonic()
+        self._gone_since_s = math.inf
+
+    def is_gone(self) -> bool:
+        """Return whether the supervisor is dead and it is this node's turn to take over. Call this often."""
+        signs = read_claim(self._run)
+        now_s = time.monotonic()
+        # After a stall of the file system or of this process, the owner is given the time to show itself, too.
+        stalled = now_s - self._looked_s > STALE_S / 2
+        self._looked_s = now_s
+        if signs != self._signs or stalled:
+            self._signs = signs
+            self._unchanged_since_s = now_s
+        free = self._locks_are_seen and not (signs and signs.is_locked)
+        is_stale = now_s - self._unchanged_since_s > STALE_S
+        if not free and not (is_stale and not self._answers()):
+            self._gone_since_s = math.inf
+            return False
+        self._gone_since_s = min(self._gone_since_s, now_s)
+        if now_s < self._gone_since_s + self._turn_s or self._run.result_json.is_file():
+            return False
+        if not free:
+            drop_claim(self._run)
+        return True
+
+    def _answers(self) -> bool:
+        try:
+            socket.create_connection(self._hub, ANSWER_S).close()
+        except OSError:
+            return False
+        return True
 
 
 @contextmanager

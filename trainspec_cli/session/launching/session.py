@@ -41,6 +41,7 @@ from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.text import describe_plan
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.local import LocalBackend
+from trainspec_cli.run.backend.nodes.agent import run_agent
 from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, agent_command, build_nodes_job
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.channel.worker import WorkerMail
@@ -162,6 +163,7 @@ def take_over(run: RunDir, lost_in: GenerationRecord, node: int, console: RunCon
     reach = Reach(
         own_address(lost_in.head),
         agent_command(node),
+        serve=partial(run_agent, node=node),
         return_timeout_s=plan.spec.run.join_timeout_s,
         nodes=(*own, *away),
         lost=tuple((other, lost_in.host if other == first else "") for other in missing),

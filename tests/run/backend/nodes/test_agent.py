@@ -12,10 +12,13 @@ import pytest
 from lab.problems import raises
 
 from trainspec_cli.core.errors import MachineError, RecipeError
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.run.backend.nodes import agent, backend
 from trainspec_cli.run.backend.nodes.agent import CUT_OFF, Agent
+from trainspec_cli.run.backend.nodes.backend import NodePart
 from trainspec_cli.run.channel.messages import (
     Beat,
     EndAgent,
@@ -37,6 +40,7 @@ from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.machine import NodePlace
 from trainspec_cli.run.signals import PatientRequests
 
 
@@ -81,7 +85,7 @@ class Lab:
         record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(root), ("worker",), ())
         self.record = record
         self.agent = Agent(Wire(agent_end), RunDir(root), plan, record, 1, self.requests)
-        monkeypatch.setattr(backend, "NodeProcesses", lambda *about: self.processes)
+        monkeypatch.setattr(backend, "NodeProcesses", lambda *about, **more: self.processes)
         monkeypatch.setattr(agent.processes, "kill", lambda launch_id: [])
         monkeypatch.setattr(agent.time, "sleep", lambda seconds: self._next())
 
@@ -307,7 +311,7 @@ def test_an_agent_of_one_replica_group_serves_once(tmp_path: Path, make_plan, mo
     write_json(run.plan_json, to_plain(make_plan()))
     record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), ())
     generations.describe(run, replace(record, generation=generations.begin(run)))
-    monkeypatch.setattr(agent, "_serve", lambda run, plan, record, node, requests: CUT_OFF if node == 5 else 0)
+    monkeypatch.setattr(agent, "_serve", lambda run, plan, record, node, *_, **__: CUT_OFF if node == 5 else 0)
     monkeypatch.setattr(agent, "_keep_serving", lambda *_: pytest.fail("a step cannot go on without it"))
     assert agent.run_agent(run, 1, 5) == CUT_OFF
 
@@ -336,3 +340,19 @@ def test_an_agent_whose_number_is_taken_starts_and_kills_nothing(lab: Lab, monke
     with raises(RecipeError, "usage", "--node-rank 1", "elsewhere", path="--node-rank"):
         lab.agent.work()
     assert lab.processes.calls == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "serves_once", "standby", "keeps"),
+    [(1, False, True, True), (1, True, True, False), (2, True, True, True), (1, False, False, False)],
+)
+def test_an_agent_prepares_later_starts_if_it_will_serve_them(
+    tmp_path: Path, make_plan, groups: int, serves_once: bool, standby: bool, keeps: bool
+) -> None:
+    """An agent that Slurm starts serves one generation, in which only replica groups restart."""
+    plan = make_plan()
+    plan = replace(plan, spec=replace(plan.spec, resilience=ResilienceSpec(standby=standby)), replica_groups=groups)
+    record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), ())
+    place = NodePlace(1, 2, "127.0.0.1")
+    part = NodePart(RunDir(tmp_path), plan, record, place, Machine("host", 2, 2**30), serves_once)
+    assert part.keeps_standby == keeps

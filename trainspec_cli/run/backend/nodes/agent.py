@@ -31,6 +31,7 @@ from trainspec_cli.recipe.rules.check import check_machine
 from trainspec_cli.run.backend import processes
 from trainspec_cli.run.backend.nodes.backend import JOB_KINDS, RECIPE_JOBS, NodePart, RunningNode, run_section
 from trainspec_cli.run.backend.processes import POLL_S
+from trainspec_cli.run.backend.standby import keep_standby
 from trainspec_cli.run.channel import messages
 from trainspec_cli.run.channel.wire import Wire, call_hub
 from trainspec_cli.run.folder import generations
@@ -57,21 +58,27 @@ def main() -> None:
     options = parser.parse_args()
     # Slurm sends this warning signal to every process of a step; only the supervisor acts on it
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    sys.exit(run_agent(options.run, options.generation, int(options.node)))
+    sys.exit(run_agent(options.run, options.generation, int(options.node), serves_once=True))
 
 
 def run_agent(
-    run: RunDir, generation: int, node: int, begin: Callable[[GenerationRecord], None] = lambda _: None
+    run: RunDir,
+    generation: int,
+    node: int,
+    begin: Callable[[GenerationRecord], None] = lambda _: None,
+    *,
+    serves_once: bool = False,
 ) -> int:
     """Take part in one generation of a run. Return 0 when the hub has ended it, otherwise `CUT_OFF` or `UNFIT`.
 
-    `begin` is called once the first node's record has been read, before anything is started. Raises MachineError if the
+    `begin` is called once the first node's record has been read, before anything is started. `serves_once`: this
+    process does not serve later generations. Raises MachineError if the
     hub cannot be reached, and RecipeError if another agent has the node's number."""
     record = await_record(run, generation)
     begin(record)
     plan = None if record.own else read_plan(run)
     requests = PatientRequests()
-    serve = partial(_serve, run, plan, record, record.place_of(node), requests)
+    serve = partial(_serve, run, plan, record, record.place_of(node), requests, serves_once=serves_once)
 
     def goes_on() -> bool:
         return not requests.count and not run.result_json.is_file() and generations.newest(run) == generation
@@ -98,10 +105,18 @@ def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool], return_
     return code
 
 
-def _serve(run: RunDir, plan: Plan | None, record: GenerationRecord, place: int, requests: PatientRequests) -> int:
+def _serve(
+    run: RunDir,
+    plan: Plan | None,
+    record: GenerationRecord,
+    place: int,
+    requests: PatientRequests,
+    *,
+    serves_once: bool = False,
+) -> int:
     wire = connect(record, read_secret(run.secret(record.generation)), place)
     try:
-        agent = Agent(wire, run, plan, record, place, requests)
+        agent = Agent(wire, run, plan, record, place, requests, serves_once=serves_once)
         return agent.work() if place < record.num_nodes else agent.stand_by()
     except MachineError as error:
         hint = next((problem.hint for problem in error.problems if problem.hint), "")
@@ -146,6 +161,8 @@ class Agent:
         record: GenerationRecord,
         node: int,
         requests: PatientRequests,
+        *,
+        serves_once: bool = True,
     ):
         """`plan`: None for a kind of job without a plan."""
         self._wire = wire
@@ -157,7 +174,8 @@ class Agent:
         self._is_stopping = False
         self._is_ended = False
         self._machine = detect(look_for_gpus=plan is None or plan.device != "cpu")
-        self._part = NodePart(run, plan, record, NodePlace(node, record.num_nodes, record.head), self._machine)
+        place = NodePlace(node, record.num_nodes, record.head)
+        self._part = NodePart(run, plan, record, place, self._machine, serves_once)
         self._received: deque[messages.Message] = deque()
         self._numbers: dict[int, int] = {}
         """The newest start of each group that is running or has run on this node."""
@@ -210,8 +228,11 @@ class Agent:
 
     def stand_by(self) -> int:
         """Serve the hub until it ends this start, or until a signal asks the agent to stop."""
+        environment = self._kind.build_job(self._part).environment
         while self._listen() and not self._requests.count:
             self._received.clear()
+            if self._part.keeps_standby:
+                keep_standby(environment)
         if self._is_cut_off:
             return CUT_OFF
         self._wire.send(messages.Goodbye())

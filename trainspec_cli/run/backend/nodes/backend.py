@@ -8,14 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from trainspec_cli.core.environment_names import LAUNCH_ID, SUPERVISOR
-from trainspec_cli.core.errors import MachineError
+from trainspec_cli.core.errors import MachineError, TrainspecError
 from trainspec_cli.core.printable import format_duration
 from trainspec_cli.core.wings import Point
 from trainspec_cli.recipe.keys.cluster import Machine
@@ -67,6 +70,9 @@ class Reach:
     lost: tuple[tuple[int, str], ...] = ()
     """The nodes that were lost with the first node from which this one takes over the run, and their hostnames, if
     known."""
+    serve: Callable[[RunDir, int], int] | None = None
+    """If given, this process runs the agent of this node itself, in a thread, instead of the command: it then lasts
+    from one generation to the next, and with it the node's standby. Returns the agent's exit code."""
 
 
 def agent_command(node: int | None = None) -> tuple[str, ...]:
@@ -112,6 +118,15 @@ class NodePart:
     record: GenerationRecord
     place: NodePlace
     machine: Machine
+    serves_once: bool = True
+    """Whether another process serves the next start on this node (under Slurm)."""
+
+    @property
+    def keeps_standby(self) -> bool:
+        """Return whether this process prepares later starts (`standby.py`): of replica groups, which restart within a
+        generation, or of the next generation."""
+        plan = self.plan
+        return plan is not None and plan.spec.resilience.standby and (plan.replica_groups > 1 or not self.serves_once)
 
 
 class RunningNode(Protocol):
@@ -167,18 +182,47 @@ class RecipeJobs:
         return GroupStart(job, plan, group, number, nodes)
 
     def build_job(self, part: NodePart) -> Job:
-        """If a replica group's agent dies, its workers are killed without a stop request, because they would forward
-        the request to all groups."""
-        assert part.plan is not None, "a recipe has a plan"
-        job = build_node_job(part.plan, part.run.root, part.machine, part.place.node, part.record)
-        return job if part.plan.replica_groups == 1 else replace(job, stop_grace_s=0.0)
+        """If an agent dies whose node the run continues without, its workers are killed without a stop request, because
+        they would forward the request to all others."""
+        plan = part.plan
+        assert plan is not None, "a recipe has a plan"
+        job = build_node_job(plan, part.run.root, part.machine, part.place.node, part.record)
+        survives = plan.replica_groups > 1 or (plan.spec.resilience.survives_lost_nodes and not part.serves_once)
+        return replace(job, stop_grace_s=0.0) if survives else job
 
     def open_node(self, part: NodePart, job: Job) -> RunningNode:
-        return NodeProcesses(job, part.plan, part.place)
+        return NodeProcesses(job, part.plan, part.place, keeps_standby=part.keeps_standby)
 
 
 RECIPE_JOBS = RecipeJobs()
 JOB_KINDS: Point[JobKind] = Point("job_kinds")
+
+
+class AgentThread(threading.Thread):
+    """The agent of the supervisor's own node, with the part of the interface of `subprocess.Popen` that is needed."""
+
+    def __init__(self, serve: Callable[[], int], log: Path):
+        super().__init__(name="agent", daemon=True)
+        self._serve = serve
+        self._log = log
+        self.returncode: int | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.returncode = self._serve()
+        except Exception as error:
+            self._log.write_text("".join(traceback.format_exception(error)))
+            self.returncode = error.exit_code if isinstance(error, TrainspecError) else 1
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float) -> None:
+        """Raises subprocess.TimeoutExpired."""
+        self.join(timeout)
+        if self.is_alive():
+            raise subprocess.TimeoutExpired(self.name, timeout)
 
 
 class NodesBackend:
@@ -230,17 +274,7 @@ class NodesBackend:
         # If this process is killed, the groups still need the rendezvous server to agree on their last step. After
         # that, a guard ends it.
         self._guarded = (start_guard(job), Family(job)) if self._num_groups > 1 else None
-        environment = {**os.environ, **job.environment}
-        del environment[LAUNCH_ID]  # the guard must not end the agents
-        with job.torchrun_log.open("ab") as log:
-            self._starter = subprocess.Popen(
-                (*job.command, str(job.root), str(self.generation)),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that Ctrl-C on a terminal reaches only the supervisor
-            )
+        self._starter = self._start_agents()
         self._starts: dict[int, RunningStart] = {}
         self._presence: dict[int, run_state.Presence] = {}
         self._hostnames: tuple[str, ...] = ()
@@ -431,6 +465,22 @@ class NodesBackend:
         self._end_starter(in_order=in_order)
         return close_family(self._guarded[1], self._guarded[0]) if self._guarded else ()
 
+    def _start_agents(self) -> subprocess.Popen[bytes] | AgentThread:
+        job = self._job
+        if self._reach.serve:
+            return AgentThread(partial(self._reach.serve, job.run, self.generation), job.torchrun_log)
+        environment = {**os.environ, **job.environment}
+        del environment[LAUNCH_ID]  # the guard must not end the agents
+        with job.torchrun_log.open("ab") as log:
+            return subprocess.Popen(
+                (*job.command, str(job.root), str(self.generation)),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that Ctrl-C on a terminal reaches only the supervisor
+            )
+
     def _end_starter(self, *, in_order: bool) -> None:
         """End the command that started the agents. Agents without work exit by themselves, so srun is given time to
         exit. On SIGTERM, srun asks Slurm to end a job step by number, and that number may already belong to a newer
@@ -439,7 +489,7 @@ class NodesBackend:
         for number in (None, *signals) if in_order else signals:
             if self._starter.poll() is not None:
                 return
-            if number is not None:
+            if number is not None and isinstance(self._starter, subprocess.Popen):
                 os.killpg(self._starter.pid, number)
             try:
                 self._starter.wait(DRAIN_S)

@@ -33,6 +33,9 @@ from trainspec_cli.recipe.results.verdict import Look, RunVerdict
 
 PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "checkpoint", "other")
 """The parts of a step's time, which sum to `step_time_s`."""
+STARTUP = ("import", "join", "build", "restore", "prepare")
+"""The parts of a worker's start: import torch and the engine, join the other workers, build the model, load the newest
+state, and prepare the first step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -499,6 +502,8 @@ class StartEvent(Event):
     """The checkpoint's folder."""
     pid: int | Absent = ABSENT
     host: str | Absent = ABSENT
+    startup_s: dict[str, Seconds] | Absent = ABSENT
+    """Time in seconds of each part (`STARTUP`) of the worker's start, from its first line of code to this event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
