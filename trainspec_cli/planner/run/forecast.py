@@ -12,6 +12,7 @@ from trainspec_cli.balance.batch.batch import run_phases, schedule_batches
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.printable import GIB
 from trainspec_cli.planner.capacity import other_recovery
+from trainspec_cli.planner.fewer import speeds_on_fewer
 from trainspec_cli.planner.hardware.cluster import cluster_of
 from trainspec_cli.planner.memory.caching_allocator import GROWS_SEGMENTS
 from trainspec_cli.planner.memory.predict import (
@@ -30,7 +31,7 @@ from trainspec_cli.planner.setup import moment_bytes
 from trainspec_cli.planner.time.step import weigh_times
 from trainspec_cli.planner.workload import quantised_params
 from trainspec_cli.recipe.field_types import AUTO
-from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec, CostSpec
+from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec, CostSpec, Machine
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.forecast import Assumption, BatchForecast, Goodput, Interval, RunForecast
@@ -86,14 +87,18 @@ STORAGE_SOURCE = "a node, to checkpoint storage; BLOOM wrote 2.3 TB in 40 s from
 
 
 def forecast_run(
-    spec: RunSpec, plan: CapacityPlan, candidate: Candidate, other: Candidate | None = None
+    spec: RunSpec,
+    plan: CapacityPlan,
+    candidate: Candidate,
+    other: Candidate | None = None,
+    machine: Machine | None = None,
 ) -> RunForecast:
-    """Forecast the recipe's run with `candidate`, from the first step to the last.
+    """Forecast the recipe's run with `candidate`, from the first step to the last. `machine`: see `plan_capacity`.
 
     `other`: the best layout of the other recovery mode, for comparison; if None, `candidate` is used, provided that it
     supports that mode. Raises RecipeError for a run that never ends because of failures."""
     wanted, *alternatives = recovery_modes(spec.resilience, candidate.layout.dp_replicate)
-    chosen = expect_goodput(spec, plan, candidate, wanted)
+    chosen = expect_goodput(spec, plan, candidate, wanted, machine)
     if chosen is None:
         path = "cluster.reliability.mtbf_device_hours"
         mtbf_s = reliability.job_mtbf_s(spec.cluster.reliability, plan.world_size)
@@ -104,7 +109,7 @@ def forecast_run(
     if other is not None:
         alternatives = [other_recovery(spec.resilience)]
     beside = other or candidate
-    others = [useful for mode in alternatives if (useful := expect_goodput(spec, plan, beside, mode))]
+    others = [useful for mode in alternatives if (useful := expect_goodput(spec, plan, beside, mode, machine))]
     if beside.layout != candidate.layout:
         others = [replace(useful, layout=beside.layout.describe()) for useful in others]
     work = expect_work(spec, candidate)
@@ -148,7 +153,11 @@ def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[Resilie
 
 
 def expect_goodput(
-    spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec
+    spec: RunSpec,
+    plan: CapacityPlan,
+    candidate: Candidate,
+    resilience: ResilienceSpec,
+    machine: Machine | None = None,
 ) -> Goodput | None:
     """Simulate the run SEEDS times with one recovery mode; return the median and the middle 90%.
 
@@ -159,7 +168,7 @@ def expect_goodput(
     dips = dip_share(planes, every, plan.world_size) if planes else 0.0
     cluster = ending_failures(planes, every) if planes else every
     spec = replace(spec, cluster=replace(spec.cluster, reliability=cluster))
-    job = describe_job(spec, plan, candidate, resilience)
+    job = describe_job(spec, plan, candidate, resilience, machine=machine)
     outcomes = goodput.simulate_many(job, cluster, resilience, SEEDS)
     parts = [{cause: lost / outcome.wall_s for cause, lost in outcome.lost_s.items()} for outcome in outcomes]
     # Average the time parts over the simulated runs, and scale them so that they and the median goodput sum to 1.
@@ -196,6 +205,7 @@ def describe_job(
     candidate: Candidate,
     resilience: ResilienceSpec,
     size_bytes: float | None = None,
+    machine: Machine | None = None,
 ) -> goodput.SimulatedJob:
     """Return the run in the form that the simulation needs, with the recipe's checkpoint interval or, if that is open,
     the best one. `size_bytes`: the size of a checkpoint, if it is known more accurately than from
@@ -211,6 +221,13 @@ def describe_job(
         interval_of = cadence.auto_interval_s if steps == AUTO else cadence.checkpoint_interval_s
         best_s = interval_of(blocked_s, written_s, rollback_s)
         steps = cadence.checkpoint_interval_steps(min(best_s, work.work_s), work.step_time_s)
+    def step_time_s(spec: RunSpec, candidate: Candidate) -> float:
+        return expect_work(spec, candidate).step_time_s
+
+    # A run on several kinds of nodes is planned for all of them.
+    plans_fewer = not spec.cluster.pools and spec.cluster.num_nodes > 1
+    speed_on = speeds_on_fewer(spec, candidate, machine, step_time_s) if plans_fewer else lambda nodes: None
+    copies = spec.checkpoint.memory_interval_steps
     return goodput.SimulatedJob(
         work_s=work.work_s,
         step_time_s=work.step_time_s,
@@ -221,6 +238,11 @@ def describe_job(
         written_s=written_s,
         state_bytes_per_device=size_bytes / (plan.world_size / groups),
         load_s=written_s,
+        nodes=spec.cluster.num_nodes,
+        speed_on=speed_on,
+        copy_interval_s=copies * work.step_time_s if copies else math.inf,
+        # As for a checkpoint written in the background, training waits for the copy to host memory.
+        copy_s=size_bytes / (plan.world_size * spec.cluster.host_link_gb_per_s * 1e9) if copies else 0.0,
     )
 
 

@@ -96,7 +96,7 @@ def plan_loaded(
     best = capacity.best
     if best is None:
         capacity = replace(capacity, advice=tuple(advise(spec, machine)))
-    run = forecast_run(spec, capacity, best, plan_other_recovery(spec, machine)) if best else None
+    run = forecast_run(spec, capacity, best, plan_other_recovery(spec, machine), machine) if best else None
     blueprint = None
     if best and capacity.world_size > 1:
         setup = setup_of(best, spec, machine)
