@@ -139,8 +139,10 @@ class SimulatedSupervisor(Generic[Planned]):
         self.own = tuple(range(nodes))
         self.absent: set[int] = set()
         """The run's own nodes that are not connected."""
-        self.spares = dict.fromkeys(range(nodes, nodes + spares))
-        """An ordered set of the other connected nodes: one that connects again is the last."""
+        self.others = tuple(range(nodes, nodes + spares))
+        """The other nodes, in the order in which they are used. As in a run, lost nodes are the last ones."""
+        self.away: set[int] = set()
+        """Those of the others that are not connected."""
         self._plan_for = plan_for
         self._copies = copies
         self._joined: tuple[int, ...] = ()
@@ -168,6 +170,10 @@ class SimulatedSupervisor(Generic[Planned]):
     def is_running(self) -> bool:
         return self.state.groups[0].phase == "running"
 
+    @property
+    def spares(self) -> tuple[int, ...]:
+        return tuple(node for node in self.others if node not in self.away)
+
     def note_step(self, now_s: float) -> None:
         """Note that the run takes steps with its current nodes."""
         self._handle(run_state.Tick(now_s))
@@ -191,7 +197,7 @@ class SimulatedSupervisor(Generic[Planned]):
         if node in self.absent:
             self.absent.remove(node)
             return self._decide(now_s, run_state.Tick(now_s))
-        self.spares[node] = None
+        self.away.remove(node)
         if self.is_running:
             return self._recovery("none")
         self._start_again()
@@ -200,10 +206,11 @@ class SimulatedSupervisor(Generic[Planned]):
     def use_spares(self, now_s: float, remaining_s: float, restart_s: float) -> Recovery[Planned]:
         """Restart a run on fewer nodes than planned with more nodes, if some are connected and it then ends sooner."""
         number = len(self.own)
-        can_grow = number < self.planned and number + len(self.spares) > max(self._not_enough, number)
+        spares = self.spares
+        can_grow = number < self.planned and number + len(spares) > max(self._not_enough, number)
         if not self.is_running or not can_grow or not is_worth_a_restart(remaining_s, number, restart_s):
             return self._recovery("none")
-        return self._decide(now_s, NodeReturned(next(iter(self.spares)), "", "is connected"))
+        return self._decide(now_s, NodeReturned(spares[0], "", "is connected"))
 
     def _decide(self, now_s: float, event: run_state.Event) -> Recovery[Planned]:
         starts = self.state.groups[0].starts
@@ -233,11 +240,12 @@ class SimulatedSupervisor(Generic[Planned]):
         once, on as many nodes as planned."""
         whole = self._plan_for(self.planned)
         assert whole is not None, "a run has a plan for all of its nodes"
-        there = tuple(node for node in self.own if node not in self.absent)
-        self._joined = tuple(self.spares)[: self.planned - len(there)]
-        absent = tuple(self.absent)[: self.planned - len(there) - len(self._joined)]
-        self.absent = set(absent)
-        self._use(whole, (*there, *self._joined, *absent))
+        own = sorted(self.own, key=lambda node: node in self.absent)
+        spares = self.spares
+        there = len(own) - len(self.absent)
+        self._joined = spares[: self.planned - there]
+        own[there:there] = self._joined
+        self._use(whole, tuple(own[: self.planned]), tuple(own[self.planned :]))
         self._begin()
 
     def _see_nodes(self) -> None:
@@ -251,20 +259,23 @@ class SimulatedSupervisor(Generic[Planned]):
         return actions
 
     def _change_nodes(self, reasons: Sequence[NodeChange]) -> None:
-        at_hand = NodesAtHand(self.own, tuple(self.spares), self.planned)
+        at_hand = NodesAtHand(self.own, self.spares, self.planned)
         chosen = select_nodes(at_hand, reasons, self.resilience.after_node_loss, self._plan_for)
         if chosen is None:
             return
         if len(chosen.nodes) <= len(self.own) and any(isinstance(one, NodeReturned) for one in reasons):
             self._not_enough = chosen.available
         self._joined = chosen.joined
-        self.spares.update(dict.fromkeys(node for node in chosen.freed if node not in self.absent))
-        self.absent.difference_update(chosen.freed, (one.node for one in reasons))
-        self._use(chosen.plan, chosen.nodes)
+        lost = tuple(one.node for one in reasons if isinstance(one, NodeLost))
+        self.others = (*chosen.freed, *self.others)
+        self._use(chosen.plan, chosen.nodes, lost)
 
-    def _use(self, plan: Planned, nodes: tuple[int, ...]) -> None:
-        for node in self._joined:
-            del self.spares[node]
+    def _use(self, plan: Planned, nodes: tuple[int, ...], last: tuple[int, ...]) -> None:
+        """Use other nodes; `last`: nodes that become the last of the others."""
+        self.others = (*(node for node in self.others if node not in self._joined), *last)
+        left = {node for node in self.absent if node not in nodes}
+        self.away |= left
+        self.absent -= left
         self.own = nodes
         self.plan = plan
 
