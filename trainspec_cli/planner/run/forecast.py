@@ -74,7 +74,7 @@ x1.7."""
 VALUE_BYTES = 4.0
 """Bytes per parameter in a checkpoint, in fp32. AdamW's two moments bring the total to 12; published checkpoints have
 12.8 to 13.2."""
-RESTART_KEYS = ("mtbf_device_hours", "detect_s", "swap_s", "start_s")
+RESTART_KEYS = ("mtbf_device_hours", "detect_s", "swap_s", "start_s", "repair_s")
 ELASTIC_KEYS = ("job_wide_fraction", "shrink_stall_s", "rejoin_stall_s", "heal_gb_per_s")
 OWNED_KEYS = ("device_price_usd", "useful_years", "utilisation", "operation_ratio")
 MEMORY_KNOWN_WITHIN = 1.1
@@ -83,6 +83,8 @@ added for the spread between identical runs."""
 MEMORY_ELSEWHERE_WITHIN = 1.3
 """Uncertainty factor of a peak for other frameworks: 90% of 26 nanotron peaks, which were not used for the fit, are
 within x1.31."""
+NOTED_LOSS = 0.05
+"""Without spares, a forecast that loses more than this fraction of its time to missing nodes mentions them."""
 STORAGE_SOURCE = "a node, to checkpoint storage; BLOOM wrote 2.3 TB in 40 s from 48 nodes (stas00/ml-engineering)"
 
 
@@ -267,6 +269,12 @@ def checkpoint_times(spec: RunSpec, plan: CapacityPlan, size_bytes: float | None
 
 def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:
     notes = []
+    missed = useful.lost.get("restart", 0.0) + useful.lost.get("shrunk", 0.0)
+    if not spec.cluster.reliability.spare_nodes and missed > NOTED_LOSS:
+        notes.append(
+            f"cluster.reliability.spare_nodes is {spec.cluster.reliability.spare_nodes or 0}: a lost node is missing "
+            f"until it is repaired, and {missed:.0%} of the time is lost to restarts and missing nodes"
+        )
     if spec.checkpoint.interval_steps is None:
         best = useful.checkpoint_interval_steps
         notes.append(f"checkpoint.interval_steps is null; this assumes {best}, the best interval")
@@ -295,7 +303,7 @@ def gather_assumptions(spec: RunSpec, candidate: Candidate) -> tuple[Assumption,
     cluster = spec.cluster
     step_time_s = expect_work(spec, candidate).step_time_s
     elastic = ELASTIC_KEYS if candidate.layout.dp_replicate > 1 else ()
-    spares = ("spare_nodes", "repair_s") if cluster.reliability.spare_nodes is not None else ()
+    spares = ("spare_nodes",) if cluster.reliability.spare_nodes is not None else ()
     fabric = cluster.fabric
     planes = []
     for key in ("network_fraction", "fatal_fraction", "flap_s") if fabric.planes else ():
@@ -471,6 +479,11 @@ def occupation(useful: Goodput, time: StepTime) -> Occupation:
     return Occupation(training * (1 - waiting_part), training * waiting_part + held_up, idle)
 
 
+def spare_devices(cluster: ClusterSpec, devices: int) -> float:
+    """Return the number of devices of the spare nodes of a job on `devices` devices."""
+    return (cluster.reliability.spare_nodes or 0) * devices / cluster.num_nodes
+
+
 def expect_energy(
     cluster: ClusterSpec, devices: int, wall_time_s: Interval, spent: Occupation
 ) -> tuple[Interval | None, dict[str, float]]:
@@ -479,7 +492,7 @@ def expect_energy(
     The ratio of an accelerator's mean power to its thermal design power (TDP) is linear in the time spent in each
     state. An accelerator that is always busy has a ratio of 1.35 including its host; an eight-H100 node in training was
     measured at 1.38 (76% of 10.2 kW over 8 x 700 W, arXiv:2506.14551). The building adds (PUE - 1) times the machines'
-    energy.
+    energy. Spare nodes are on and idle.
     """
     if cluster.accelerator is None or not cluster.accelerator.tdp_w:
         return None, {}
@@ -489,11 +502,13 @@ def expect_energy(
     def parts(of: Mapping[str, float]) -> dict[str, float]:
         ratio = of["busy"] * spent.busy + of["waiting"] * spent.waiting + of["idle"] * spent.idle
         full_joules = devices * tdp_w * of["wall_s"]
-        machines_joules = full_joules * (ratio + of["host"])
+        spares_joules = spare_devices(cluster, devices) * tdp_w * of["wall_s"]
+        accelerators_joules = full_joules * ratio + spares_joules * of["idle"]
+        hosts_joules = (full_joules + spares_joules) * of["host"]
         return {
-            "accelerators": full_joules * ratio,
-            "hosts": full_joules * of["host"],
-            "building": machines_joules * (max(1.0, of["pue"]) - 1),
+            "accelerators": accelerators_joules,
+            "hosts": hosts_joules,
+            "building": (accelerators_joules + hosts_joules) * (max(1.0, of["pue"]) - 1),
         }
 
     known = power.known_within
@@ -536,8 +551,7 @@ def expect_money(
     """Return the cost and its parts: rent (including down time), or the run's share of purchased machines, depreciated
     linearly over the hours of use. None if the price or, for owned machines, the energy is unknown. Spare nodes on
     standby are included."""
-    spares = (cluster.reliability.spare_nodes or 0) * devices / cluster.num_nodes
-    paid_devices = devices + spares
+    paid_devices = devices + spare_devices(cluster, devices)
     cost = cluster.cost
     price = cost.device_price_usd if cost.owned else rental_price(cluster)
     if not price or (cost.owned and energy is None):

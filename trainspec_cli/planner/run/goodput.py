@@ -79,6 +79,8 @@ class SimulatedRun:
     kept_s: float
     lost_s: Mapping[str, float]
     failures: int
+    pause_s: float = 0.0
+    """Time from the last failure until the run took steps again."""
 
     @property
     def goodput(self) -> float:
@@ -163,6 +165,9 @@ class Simulation(ABC):
         ignored."""
         self.event = 0
         self.failures = 0
+        self.failed_s: float | None = None
+        """The time of a failure after which the run has not taken a step yet."""
+        self.pause_s = 0.0
         if failures is None:
             self._schedule_failure()
         for failure in failures or ():
@@ -176,7 +181,7 @@ class Simulation(ABC):
                 break
             self.clock.step()
         progress = self.progress
-        return SimulatedRun(progress.now_s, progress.work_s, progress.lost_s, self.failures)
+        return SimulatedRun(progress.now_s, progress.work_s, progress.lost_s, self.failures, self.pause_s)
 
     def _schedule_failure(self) -> None:
         self.clock.after(self.clock.random.expovariate(1 / self.mtbf_s), self._fail)
@@ -188,6 +193,7 @@ class Simulation(ABC):
 
     def _strike(self, node: int, group: int | None = None, *, job_wide: bool = False) -> None:
         self.failures += 1
+        self.failed_s = self.clock.now_s
         self.progress.advance(self.clock.now_s)
         self._handle_failure(node, group, job_wide=job_wide)
 
@@ -210,6 +216,9 @@ class Simulation(ABC):
         if event == self.paused_by:
             self.progress.advance(self.clock.now_s)
             self._continue()
+            if self.failed_s is not None and not self.progress.paused_for:
+                self.pause_s = self.clock.now_s - self.failed_s
+                self.failed_s = None
 
 
 class NodesSimulation(Simulation):
