@@ -231,8 +231,7 @@ class RunNodes:
             return self._job, self._plan
         dropped = {one.node for one in reasons if isinstance(one, (NodeSlow, NodeUnfit))}
         lost = {one.node for one in reasons if isinstance(one, NodeLost)} - {self._here}
-        if plan.num_nodes <= number and any(isinstance(one, NodeReturned) for one in reasons):
-            self._not_enough = chosen.available
+        self._not_enough = chosen.not_enough
         for reason in reasons:
             event = self._write_directive(reason, plan, joined[0] if joined else None)
             self._given = event if isinstance(reason, NodeSlow) else self._given

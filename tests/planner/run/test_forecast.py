@@ -257,10 +257,11 @@ def test_a_run_reports_its_own_interval_and_times() -> None:
 
 def test_missing_spares_are_noted_where_they_cost_much() -> None:
     short = replace(CLUSTER, reliability=replace(CLUSTER.reliability, spare_nodes=None, mtbf_device_hours=1e6))
-    (note,) = forecast(short).notes
+    waiting = ResilienceSpec(after_node_loss="wait")
+    (note,) = forecast(short, resilience=waiting).notes
     assert note.startswith("cluster.reliability.spare_nodes is 0")
     rare = replace(short, reliability=replace(short.reliability, mtbf_device_hours=1e9))
-    assert forecast(rare).notes == ()
+    assert forecast(rare, resilience=waiting).notes == ()
 
 
 def test_an_interval_that_is_left_open_is_noted_with_the_one_that_is_counted_on() -> None:

@@ -14,7 +14,7 @@ from tests.bench.published_goodput import PublishedRun, compare_runs, main
 from trainspec_cli.planner.run.goodput import (
     PATIENCE,
     Clock,
-    Failure,
+    FailureAt,
     SimulatedJob,
     SimulatedRun,
     draw,
@@ -230,7 +230,7 @@ def test_what_given_failures_cost(
     """
     job = replace(SMALL, replica_groups=changes.get("groups", 4))
     cluster = replace(QUICK, spare_nodes=changes.get("spare_nodes", 3))
-    outcome = simulate(job, cluster, resilience, failures=[Failure(*each) for each in failures])
+    outcome = simulate(job, cluster, resilience, failures=[FailureAt(*each) for each in failures])
     assert {cause: seconds for cause, seconds in outcome.lost_s.items() if seconds} == pytest.approx(lost_s)
     assert (outcome.kept_s, outcome.wall_s) == pytest.approx((1000, 1000 + sum(lost_s.values())))
     assert outcome.failures == len(failures)

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.run.recovery import recovery, reliability, run_state
-from trainspec_cli.run.recovery.nodes import Recovery, SimulatedSupervisor, Source, groups_of_node
+from trainspec_cli.run.recovery.nodes import NodesDecision, SimulatedSupervisor, Source, groups_of_node
 
 MAX_FAILURES = 1000
 """A simulation stops after this many failures, when its goodput is known to within one percent."""
@@ -63,7 +63,7 @@ class SimulatedJob:
         return self.nodes or self.replica_groups
 
 
-class Failure(NamedTuple):
+class FailureAt(NamedTuple):
     at_s: float
     node: int
     """Place of the node among the run's nodes; if the run does not use it at that time, nothing happens."""
@@ -92,7 +92,7 @@ def simulate(
     cluster: ReliabilitySpec,
     resilience: ResilienceSpec,
     seed: int = 0,
-    failures: Sequence[Failure] | None = None,
+    failures: Sequence[FailureAt] | None = None,
     max_failures: int = MAX_FAILURES,
 ) -> SimulatedRun:
     """Simulate one run, from its first step to its last, or until `max_failures` failures. `failures` replace the
@@ -142,7 +142,7 @@ class Clock:
         action()
 
 
-class Simulation(ABC):
+class EventSimulation(ABC):
     """What all simulated runs have in common: the clock, the failures, the progress and its pauses."""
 
     def __init__(
@@ -151,7 +151,7 @@ class Simulation(ABC):
         cluster: ReliabilitySpec,
         resilience: ResilienceSpec,
         clock: Clock,
-        failures: Sequence[Failure] | None = None,
+        failures: Sequence[FailureAt] | None = None,
     ) -> None:
         self.job = job
         self.cluster = cluster
@@ -221,7 +221,7 @@ class Simulation(ABC):
                 self.failed_s = None
 
 
-class NodesSimulation(Simulation):
+class NodesSimulation(EventSimulation):
     """A run with one replica group: it restarts with a spare node or on fewer nodes, or waits for a repaired one."""
 
     def __init__(
@@ -230,7 +230,7 @@ class NodesSimulation(Simulation):
         cluster: ReliabilitySpec,
         resilience: ResilienceSpec,
         clock: Clock,
-        failures: Sequence[Failure] | None = None,
+        failures: Sequence[FailureAt] | None = None,
     ) -> None:
         super().__init__(job, cluster, resilience, clock, failures)
         self.supervisor = SimulatedSupervisor(
@@ -280,7 +280,7 @@ class NodesSimulation(Simulation):
             self.progress.rate = decision.plan
             self._pause("restart", planned_s)
 
-    def _follow(self, decision: Recovery[float]) -> None:
+    def _follow(self, decision: NodesDecision[float]) -> None:
         """Restart after a failure, or wait for a node."""
         takes = self.takes
         self.progress.rate = decision.plan
@@ -292,7 +292,7 @@ class NodesSimulation(Simulation):
         self._pause("restart", duration_s)
 
 
-class GroupsSimulation(Simulation):
+class GroupsSimulation(EventSimulation):
     """A run with several replica groups: the others continue without a lost one."""
 
     def __init__(
@@ -301,7 +301,7 @@ class GroupsSimulation(Simulation):
         cluster: ReliabilitySpec,
         resilience: ResilienceSpec,
         clock: Clock,
-        failures: Sequence[Failure] | None = None,
+        failures: Sequence[FailureAt] | None = None,
     ) -> None:
         super().__init__(job, cluster, resilience, clock, failures)
         self.started = self.standing = start_run(resilience, job.replica_groups)

@@ -39,8 +39,8 @@ class NextStart(Generic[Planned]):
     """The spares among `nodes`."""
     freed: tuple[int, ...]
     """Nodes of the last start that are connected but not needed, because no layout uses them."""
-    available: int
-    """Number of nodes that the start could have used."""
+    not_enough: int
+    """Number of connected nodes, if no layout uses more of them than this start does; 0 if the start uses all it can."""
 
 
 def select_nodes(
@@ -65,10 +65,13 @@ def select_nodes(
         smallest = before
     else:  # a slow node is dropped only if a layout fits without it
         smallest = before - 1 if all(isinstance(one, NodeSlow) for one in reasons) else 1
-    for number in range(min(at_hand.planned, len(own) + len(spares)), smallest - 1, -1):
+    available = len(own) + len(spares)
+    largest = min(at_hand.planned, available)
+    for number in range(largest, smallest - 1, -1):
         if (plan := plan_for(number)) is not None:
             joined = spares[: max(0, number - len(own))]
-            return NextStart(plan, own[:number] + joined, joined, own[number:], len(own) + len(spares))
+            not_enough = available if number < largest else 0
+            return NextStart(plan, own[:number] + joined, joined, own[number:], not_enough)
     return None
 
 
@@ -103,7 +106,7 @@ def restores_from(before: Sequence[int], lost: Collection[int], after: Sequence[
 
 
 @dataclass(frozen=True)
-class Recovery(Generic[Planned]):
+class NodesDecision(Generic[Planned]):
     """What a run does after an event."""
 
     kind: Literal["none", "restart", "wait", "end"]
@@ -181,17 +184,17 @@ class SimulatedSupervisor(Generic[Planned]):
         self._stepped_on = self.own
         self._lost.clear()
 
-    def lose_node(self, now_s: float, node: int) -> Recovery[Planned]:
+    def lose_node(self, now_s: float, node: int) -> NodesDecision[Planned]:
         """One of the run's own nodes is lost."""
         self.absent.add(node)
         self._lost.add(node)
         return self._decide(now_s, NodeLost(node, "", "is lost", (0,)))
 
-    def fail(self, now_s: float) -> Recovery[Planned]:
+    def fail(self, now_s: float) -> NodesDecision[Planned]:
         """A process fails, and no node is lost."""
         return self._decide(now_s, run_state.WorkerFailed(0))
 
-    def connect(self, now_s: float, node: int) -> Recovery[Planned]:
+    def connect(self, now_s: float, node: int) -> NodesDecision[Planned]:
         """A node connects: a lost node that was repaired, or a new one. A run that has waited for it restarts. A run
         that waits for another node has ended by then (`run.join_timeout_s`), and is started again."""
         if node in self.absent:
@@ -203,7 +206,7 @@ class SimulatedSupervisor(Generic[Planned]):
         self._start_again()
         return self._recovery("end")
 
-    def use_spares(self, now_s: float, remaining_s: float, restart_s: float) -> Recovery[Planned]:
+    def use_spares(self, now_s: float, remaining_s: float, restart_s: float) -> NodesDecision[Planned]:
         """Restart a run on fewer nodes than planned with more nodes, if some are connected and it then ends sooner."""
         number = len(self.own)
         spares = self.spares
@@ -212,7 +215,7 @@ class SimulatedSupervisor(Generic[Planned]):
             return self._recovery("none")
         return self._decide(now_s, NodeReturned(spares[0], "", "is connected"))
 
-    def _decide(self, now_s: float, event: run_state.Event) -> Recovery[Planned]:
+    def _decide(self, now_s: float, event: run_state.Event) -> NodesDecision[Planned]:
         starts = self.state.groups[0].starts
         self._joined = ()
         self._handle(run_state.Tick(now_s))
@@ -263,8 +266,7 @@ class SimulatedSupervisor(Generic[Planned]):
         chosen = select_nodes(at_hand, reasons, self.resilience.after_node_loss, self._plan_for)
         if chosen is None:
             return
-        if len(chosen.nodes) <= len(self.own) and any(isinstance(one, NodeReturned) for one in reasons):
-            self._not_enough = chosen.available
+        self._not_enough = chosen.not_enough
         self._joined = chosen.joined
         lost = tuple(one.node for one in reasons if isinstance(one, NodeLost))
         self.others = (*chosen.freed, *self.others)
@@ -279,9 +281,9 @@ class SimulatedSupervisor(Generic[Planned]):
         self.own = nodes
         self.plan = plan
 
-    def _recovery(self, kind: Literal["none", "restart", "wait", "end"]) -> Recovery[Planned]:
+    def _recovery(self, kind: Literal["none", "restart", "wait", "end"]) -> NodesDecision[Planned]:
         source = restores_from(self._stepped_on, self._lost, self.own, copies=self._copies)
-        return Recovery(kind, self.own, self._joined if kind != "none" else (), self.plan, source)
+        return NodesDecision(kind, self.own, self._joined if kind != "none" else (), self.plan, source)
 
 
 def groups_of_node(node: int, num_nodes: int, replica_groups: int) -> range:

@@ -109,7 +109,7 @@ def plan_loaded(
         defaults=defaults,
         planes=plan_planes(spec.cluster, capacity.world_size) if spec.cluster.fabric.planes else None,
         sections=_sections(spec, capacity, best) if best else (),
-        simulation=disturbed.simulate(spec, best, machine) if disturbed and best else None,
+        simulation=disturbed.simulate(spec, capacity, best, machine) if disturbed and best else None,
         trace=_trace(spec, capacity) if trace and capacity.candidates else None,
         profile=profile,
     )

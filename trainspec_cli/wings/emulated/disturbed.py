@@ -57,6 +57,14 @@ def check_faults(planned: PlanToRehearse, ranks: Sequence[int], *, disturbed: bo
     return faults
 
 
+def check_leaves(planned: PlanToRehearse, disturbed: NamedDisturbance | None) -> None:
+    """Raise RecipeError if the run would continue on other nodes, because only the planned layout is rehearsed."""
+    if disturbed and disturbed.disturbance.leaves and planned.plan.replica_groups == 1:
+        message = "a run with one replica group continues on other nodes, which a rehearsal does not have"
+        hint = "use fault='lose_node(step=40,rank=0)' instead"
+        raise RecipeError(Problem("unsupported", message, "disturb", hint))
+
+
 def describe(fault: Fault) -> str:
     """Return the fault as text, such as `slow(step=60,seconds=0.2,steps=5)`, without arguments that have their default
     values."""
@@ -187,7 +195,7 @@ def _cost_of_failure(fault: Fault, planned: PlanToRehearse, done: Rehearsal, ste
     usual = goodput.simulate(job, cluster, resilience, failures=())
     node = (fault.group * planned.plan.group_size + fault.rank) // planned.plan.devices_per_node
     loses_node = fault.kind in ("lose_node", "lose_link")
-    failure = goodput.Failure(at_s, node, None if loses_node else fault.group)
+    failure = goodput.FailureAt(at_s, node, None if loses_node else fault.group)
     failed = goodput.simulate(job, cluster, resilience, failures=(failure,))
     parts_s = {cause: lost - usual.lost_s.get(cause, 0.0) for cause, lost in failed.lost_s.items()}
     return replace(
