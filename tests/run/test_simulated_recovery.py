@@ -17,8 +17,8 @@ from trainspec_cli.core.environment_names import LAUNCH_ID
 from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.goodput import PATIENCE
 from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
-from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run import supervise

@@ -69,7 +69,10 @@ def split_phases(job: DisturbedJob, disturbance: Disturbance, rules: NodeRules, 
     """Return the phases of the run. `step_s`: duration of an undisturbed step."""
     takes = rules.takes
     supervisor = SimulatedSupervisor(
-        rules.resilience, job.num_nodes, rules.spares, lambda nodes: job if nodes == job.num_nodes else rules.job_on(nodes)
+        rules.resilience,
+        job.num_nodes,
+        rules.spares,
+        lambda nodes: job if nodes == job.num_nodes else rules.job_on(nodes),
     )
     phases = [NodePhase(1, job, supervisor.own)]
 
@@ -98,7 +101,9 @@ def split_phases(job: DisturbedJob, disturbance: Disturbance, rules: NodeRules, 
             planned_s = takes.save_s + takes.start_s + takes.load_s
             decision = supervisor.use_spares(now_s, (rules.total_steps - step) * step_s, planned_s)
             if decision.kind != "none":
-                begin(step, decision, planned_s, f"node {node} returns: the run restarts on {len(decision.nodes)} nodes")
+                begin(
+                    step, decision, planned_s, f"node {node} returns: the run restarts on {len(decision.nodes)} nodes"
+                )
     return phases
 
 

@@ -15,9 +15,7 @@ WORTH_REPORTING = 1e-3
 """If even the optimum saves less than this fraction of the time, no recovered fraction is reported."""
 
 
-def simulate(
-    job: DisturbedJob, disturbance: Disturbance, name: str, rules: NodeRules | None = None
-) -> Simulation:
+def simulate(job: DisturbedJob, disturbance: Disturbance, name: str, rules: NodeRules | None = None) -> Simulation:
     """Simulate all steps under a disturbance that `check_cluster` has accepted. `rules`: for a run with one replica
     group, how it continues when a node leaves."""
     usual = Situations(job, Disturbance()).at(1)

@@ -31,9 +31,7 @@ def specs_on_fewer(spec: RunSpec, layout: Layout, nodes: int) -> Iterator[tuple[
     also the number of pipeline stages; finally, the search may choose any layout. Layout changes scheduled by the
     recipe are dropped, because they need all nodes."""
     wanted = spec.layout
-    wanted = replace(
-        wanted, **{axis: getattr(layout, axis) for axis in KEPT_AXES if getattr(wanted, axis) == AUTO}
-    )
+    wanted = replace(wanted, **{axis: getattr(layout, axis) for axis in KEPT_AXES if getattr(wanted, axis) == AUTO})
     fewer = replace(spec, cluster=replace(spec.cluster, num_nodes=nodes), scheduler=replace(spec.scheduler, changes=()))
     data = {"dp_replicate": 1, "dp_shard": AUTO} if layout.dp_shard > 1 else {"dp_replicate": AUTO, "dp_shard": 1}
     for pp in range(layout.pp, 0, -1):
@@ -44,9 +42,7 @@ def specs_on_fewer(spec: RunSpec, layout: Layout, nodes: int) -> Iterator[tuple[
     yield replace(fewer, layout=replace(wanted, stage_layers=None, **axes)), True  # type: ignore[arg-type]
 
 
-def plan_fewer(
-    spec: RunSpec, layout: Layout, nodes: int, machine: Machine | None
-) -> tuple[RunSpec, Candidate] | None:
+def plan_fewer(spec: RunSpec, layout: Layout, nodes: int, machine: Machine | None) -> tuple[RunSpec, Candidate] | None:
     """Return the recipe on `nodes` nodes and its best layout; None if no layout fits. On large clusters, only data
     parallelism changes."""
     tries = specs_on_fewer(spec, layout, nodes)

@@ -116,7 +116,9 @@ def test_a_spare_node_is_on_and_idle() -> None:
     parts, without = (expect_energy(cluster, 16, TEN_HOURS, SPENT)[1] for cluster in (spared, CLUSTER))
     kwh = FULL_KWH / 4
     more = {"accelerators": 0.1 * kwh, "hosts": 0.4 * kwh, "building": 0.25 * 0.5 * kwh}
-    assert {name: parts[name] - without[name] for name in parts} == pytest.approx({k: 3.6e6 * v for k, v in more.items()})
+    assert {name: parts[name] - without[name] for name in parts} == pytest.approx(
+        {k: 3.6e6 * v for k, v in more.items()}
+    )
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,9 @@ def test_published_gain_of_shrink_and_heal_at_100_000_devices() -> None:
 def test_spares_shorten_what_repairs_would_take() -> None:
     job = make_job(16_384)
     none, some, enough = (
-        mean_goodput([simulate(job, replace(ReliabilitySpec(), spare_nodes=spares), RESTART, seed) for seed in range(8)])
+        mean_goodput(
+            [simulate(job, replace(ReliabilitySpec(), spare_nodes=spares), RESTART, seed) for seed in range(8)]
+        )
         for spares in (0, 8, 100)
     )
     assert none < 0.2 < 0.5 < some < 0.9 < enough

@@ -223,6 +223,7 @@ def describe_job(
         interval_of = cadence.auto_interval_s if steps == AUTO else cadence.checkpoint_interval_s
         best_s = interval_of(blocked_s, written_s, rollback_s)
         steps = cadence.checkpoint_interval_steps(min(best_s, work.work_s), work.step_time_s)
+
     def step_time_s(spec: RunSpec, candidate: Candidate) -> float:
         return expect_work(spec, candidate).step_time_s
 

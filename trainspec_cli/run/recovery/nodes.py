@@ -8,7 +8,7 @@ that goodput, `disturb=` and rehearsed faults follow what the supervisor would d
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from trainspec_cli.recipe.keys.resilience import NodeLossResponse, ResilienceSpec

@@ -48,9 +48,7 @@ class NamedDisturbance:
         if problems:
             raise RecipeError(locate(map(_for_a_file, problems), self.origins, (), self.cwd))
 
-    def simulate(
-        self, spec: RunSpec, plan: CapacityPlan, candidate: Candidate, machine: Machine | None
-    ) -> Simulation:
+    def simulate(self, spec: RunSpec, plan: CapacityPlan, candidate: Candidate, machine: Machine | None) -> Simulation:
         """Simulate a planned candidate under the disturbance. Raises RecipeError, with line numbers, if the disturbance
         does not match the plan."""
         from trainspec_cli.balance.job import describe_job  # deferred: loads numpy, which other plans do not need
