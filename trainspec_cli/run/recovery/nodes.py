@@ -40,7 +40,7 @@ class NextStart(Generic[Planned]):
     freed: tuple[int, ...]
     """Nodes of the last start that are connected but not needed, because no layout uses them."""
     not_enough: int
-    """Number of connected nodes, if no layout uses more of them than this start does; 0 if the start uses all it can."""
+    """Number of connected nodes, if no layout uses more of them than this start; otherwise 0."""
 
 
 def select_nodes(
