@@ -41,7 +41,7 @@ TRUNK = {
     },
     "balance": {
         *("recipe", "planner", "planner/pipeline", "balance/batch", "balance/decisions"),
-        *("run/channel", "run/folder"),
+        *("run/channel", "run/folder", "run/recovery"),
     },
     "reporter": {"recipe", "run/folder"},
     "run": {

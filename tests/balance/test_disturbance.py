@@ -13,9 +13,10 @@ from trainspec_cli.balance.disturbance import (
     SlowNode,
     build_disturbance,
     check_cluster,
-    groups_of_node,
 )
 from trainspec_cli.core.errors import Problem
+from trainspec_cli.recipe.keys.resilience import RecoveryMode, ResilienceSpec
+from trainspec_cli.run.recovery.nodes import groups_of_node
 
 CHANCE = {"count": 400, "shortest_s": 10, "longest_s": 1000, "least_factor": 1.2, "most_factor": 2.0}
 
@@ -27,7 +28,8 @@ def problems_of(content: dict[str, Any]) -> list[Problem]:
 def checked(content: dict[str, Any], groups: int = 1, min_groups: int = 1) -> list[Problem]:
     draft, problems = build_disturbance(content, "disturb")
     assert problems == []
-    return list(check_cluster(draft, "disturb", 4, 8, groups, min_groups))
+    mode: RecoveryMode = "elastic" if groups > 1 else "none"
+    return list(check_cluster(draft, "disturb", 4, 8, groups, ResilienceSpec(mode=mode, min_groups=min_groups)))
 
 
 def test_an_event_holds_from_its_first_step_for_as_many_as_it_says() -> None:
@@ -65,7 +67,7 @@ def test_a_mistake_is_named_with_its_path(content: dict[str, Any], path: str, wo
         ({"slow_devices": [{"device": 32, "factor": 2}]}, "disturb.slow_devices.0.device", "32 devices"),
         ({"slow_nodes": [{"node": 4, "factor": 2}]}, "disturb.slow_nodes.0.node", "4 nodes"),
         ({"narrow_links": [{"factor": 2, "from_step": 301}]}, "disturb.narrow_links.0.from_step", "step 300"),
-        ({"leaves": [{"node": 1}]}, "disturb.leaves", "replica groups"),
+        ({"leaves": [{"node": 1}]}, "disturb.leaves", "`resilience.mode`"),
     ],
 )
 def test_what_the_cluster_has_not_is_refused(content: dict[str, Any], path: str, words: str) -> None:

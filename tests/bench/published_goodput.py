@@ -99,7 +99,8 @@ def _cluster_of(entry: Mapping[str, Any]) -> ReliabilitySpec:
     if "failures" in entry:
         given["mtbf_device_hours"] = entry["devices"] * entry["days"] * 24 / entry["failures"]
     within = {key: factor for key, factor in cluster.known_within.items() if key not in given}
-    return replace(cluster, **given, known_within=within)
+    # These clusters had other nodes to replace a failed one.
+    return replace(cluster, **given, known_within=within, spare_nodes=1, repair_s=0.0)
 
 
 def _job_of(entry: Mapping[str, Any], cluster: ReliabilitySpec) -> SimulatedJob:

@@ -11,8 +11,11 @@ from typing import Annotated, Any
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.planner.time.samples import Tier
 from trainspec_cli.recipe.field_types import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Range
+from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.records import build
 from trainspec_cli.recipe.rules.run import forget_out_of_range
+from trainspec_cli.run.recovery.nodes import groups_of_node
+from trainspec_cli.run.recovery.recovery import enough_groups
 
 MAX_STEPS = 100_000
 MAX_EVENTS = 1_000
@@ -72,7 +75,8 @@ class NarrowLink(Spell):
 
 @dataclass(frozen=True, kw_only=True)
 class Leave(Spell):
-    """A node, and with it its replica group, is absent."""
+    """A node is absent. Its replica group is absent with it; a run with one group restarts as
+    `resilience.after_node_loss` says."""
 
     node: NonNegativeInt
 
@@ -176,7 +180,12 @@ def _inside_out(disturbance: Disturbance, path: str) -> Iterator[Problem]:
 
 
 def check_cluster(
-    disturbance: Disturbance, path: str, num_nodes: int, devices_per_node: int, replica_groups: int, min_groups: int
+    disturbance: Disturbance,
+    path: str,
+    num_nodes: int,
+    devices_per_node: int,
+    replica_groups: int,
+    resilience: ResilienceSpec,
 ) -> Iterator[Problem]:
     """Yield a problem for each event that never takes effect, or that names a device or node outside the cluster."""
     devices = num_nodes * devices_per_node
@@ -195,16 +204,16 @@ def check_cluster(
                 )
                 hint = f"set {place}.from_step={disturbance.steps} or less"
                 yield Problem("out_of_range", message, f"{place}.from_step", hint)
-    yield from _check_leaves(disturbance, path, num_nodes, replica_groups, min_groups)
+    yield from _check_leaves(disturbance, path, num_nodes, replica_groups, resilience)
 
 
 def _check_leaves(
-    disturbance: Disturbance, path: str, num_nodes: int, replica_groups: int, min_groups: int
+    disturbance: Disturbance, path: str, num_nodes: int, replica_groups: int, resilience: ResilienceSpec
 ) -> Iterator[Problem]:
-    if disturbance.leaves and replica_groups == 1:
-        message = "a node can leave only if replica groups continue without it, and this run has no replica groups"
-        hint = "set resilience=elastic on the command line, or omit `leaves`"
-        yield Problem("unsupported", message, f"{path}.leaves", hint)
+    if replica_groups == 1:
+        if disturbance.leaves and resilience.mode == "none":
+            message = "a node leaves, and `resilience.mode` is none: the run ends"
+            yield Problem("unsupported", message, f"{path}.leaves", "set resilience=restart on the command line")
         return
     for number, leave in enumerate(disturbance.leaves):
         away = {
@@ -213,17 +222,9 @@ def _check_leaves(
             if other.holds(leave.from_step)
             for group in groups_of_node(other.node, num_nodes, replica_groups)
         }
-        if replica_groups - len(away) < min_groups:
+        if not enough_groups(resilience, replica_groups - len(away)):
             there = f"{replica_groups - len(away)} of {replica_groups} replica groups are left at step"
-            message = f"{there} {leave.from_step:,}, but the run needs {min_groups}"
+            message = f"{there} {leave.from_step:,}, but the run needs {resilience.min_groups}"
             yield Problem(
                 "unsupported", message, f"{path}.leaves.{number}", "allow fewer absent nodes at the same time"
             )
-
-
-def groups_of_node(node: int, num_nodes: int, replica_groups: int) -> range:
-    """Return the replica groups that run on a node: either one group, which may span several complete nodes, or several
-    groups."""
-    first = node * replica_groups // num_nodes
-    end = -(-(node + 1) * replica_groups // num_nodes)
-    return range(first, end)

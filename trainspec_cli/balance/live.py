@@ -25,11 +25,12 @@ from trainspec_cli.balance.decisions.shares import (
     samples_per_s,
 )
 from trainspec_cli.balance.decisions.speeds import SETTLING_S, Speed, SpeedTracker, slowest
-from trainspec_cli.balance.disturbance import Disturbance, Event, Leave, groups_of_node
+from trainspec_cli.balance.disturbance import Disturbance, Event, Leave
 from trainspec_cli.balance.ideal import Ideal, best_step
 from trainspec_cli.balance.job import DisturbedJob, RankCounts, assign_samples, seconds_of
 from trainspec_cli.balance.live_layouts import LiveLayouts
 from trainspec_cli.recipe.results.forecast import SimulatedDecision
+from trainspec_cli.run.recovery.nodes import groups_of_node
 
 # The conditions in each step of a disturbed run, which do not depend on decisions, and the optimum under these
 # conditions.

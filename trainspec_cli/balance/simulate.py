@@ -8,26 +8,48 @@ from collections.abc import Sequence
 from trainspec_cli.balance.disturbance import Disturbance
 from trainspec_cli.balance.job import DisturbedJob
 from trainspec_cli.balance.live import LiveRun, Situations
-from trainspec_cli.recipe.results.forecast import SimulatedPace, Simulation
+from trainspec_cli.balance.lost_nodes import NodePhase, NodeRules, split_phases
+from trainspec_cli.recipe.results.forecast import SimulatedDecision, SimulatedPace, Simulation
 
 WORTH_REPORTING = 1e-3
 """If even the optimum saves less than this fraction of the time, no recovered fraction is reported."""
 
 
-def simulate(job: DisturbedJob, disturbance: Disturbance, name: str) -> Simulation:
-    """Simulate all steps under a disturbance that `check_cluster` has accepted."""
+def simulate(job: DisturbedJob, disturbance: Disturbance, name: str, rules: NodeRules | None = None) -> Simulation:
+    """Simulate all steps under a disturbance that `check_cluster` has accepted. `rules`: for a run with one replica
+    group, how it continues when a node leaves."""
     usual = Situations(job, Disturbance()).at(1)
     drawn = disturbance.drawn(usual.even_s, job.num_nodes, job.devices_per_node)
     interval = job.interval(usual.even_s)
-    situations = Situations(job, drawn)
-    live = LiveRun(job, drawn, interval)
-    met = [situations.at(step) for step in range(1, drawn.steps + 1)]
-    on_s = [live.make_step(step, situation) for step, situation in enumerate(met, 1)]
-    samples = [situation.samples for situation in met]
-    off = _pace([situation.even_s for situation in met], samples)
-    ideal = _pace([situation.ideal.whole_s for situation in met], samples)
-    real = _pace([situation.ideal.real_s for situation in met], samples)
-    on = _pace(on_s, samples)
+    phases = split_phases(job, drawn, rules, usual.even_s) if rules and drawn.leaves else []
+    samples: list[int] = []
+    off_s: list[float] = []
+    ideal_s: list[float] = []
+    real_s: list[float] = []
+    on_s: list[float] = []
+    decisions: list[SimulatedDecision] = []
+    whole = NodePhase(1, job, tuple(range(job.num_nodes)))
+    ends = [phase.from_step - 1 for phase in phases[1:]] + [drawn.steps]
+    for phase, last in zip(phases or [whole], ends, strict=True):
+        met = phase.translate(drawn) if phases else drawn
+        situations = Situations(phase.job, met)
+        live = LiveRun(phase.job, met, interval)
+        for step in range(phase.from_step, last + 1):
+            situation = situations.at(step)
+            # A restart costs the same with and without the scheduler.
+            pause_s = phase.pause_s if step == phase.from_step else 0.0
+            if phase.reason and step == phase.from_step:
+                before_s = off_s[-1]
+                after_s = situation.even_s
+                reason = f"{phase.reason}, after {pause_s:.0f} s without new steps"
+                decisions.append(SimulatedDecision(step, "nodes", None, reason, None, None, before_s, after_s, after_s))
+            samples.append(situation.samples)
+            off_s.append(situation.even_s + pause_s)
+            ideal_s.append(situation.ideal.whole_s + pause_s)
+            real_s.append(situation.ideal.real_s + pause_s)
+            on_s.append(live.make_step(step, situation) + pause_s)
+        decisions += live.decisions
+    off, ideal, real, on = (_pace(seconds, samples) for seconds in (off_s, ideal_s, real_s, on_s))
     return Simulation(
         name=name,
         description=drawn.description,
@@ -46,7 +68,7 @@ def simulate(job: DisturbedJob, disturbance: Disturbance, name: str) -> Simulati
         ideal_real=real,
         won_back=_won_back(off, on, ideal),
         won_back_of_real=_won_back(off, on, real),
-        decisions=tuple(live.decisions),
+        decisions=tuple(decisions),
     )
 
 

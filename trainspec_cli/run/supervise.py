@@ -50,6 +50,7 @@ from trainspec_cli.run.folder.record import NodeErrorRecord, write_error
 from trainspec_cli.run.job.folder import write_other_nodes
 from trainspec_cli.run.job.job import Job, ranks_of, start_folder, torchrun_command
 from trainspec_cli.run.recovery import recovery, run_state
+from trainspec_cli.run.recovery.nodes import NodesAtHand, is_worth_a_restart, select_nodes
 from trainspec_cli.run.recovery.run_state import NodeChange, NodeLost, NodeReturned, NodeSlow, NodeUnfit
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 
@@ -200,9 +201,8 @@ class RunNodes:
             return None
         if len(self._times_s) < MEASURED_STEPS:
             return None
-        # Assume that the speed is proportional to the number of nodes.
         remaining_s = (self._plan.total_steps - self._step) * median(self._times_s)
-        if remaining_s / (self._plan.num_nodes + 1) <= self._restart_s:
+        if not is_worth_a_restart(remaining_s, self._plan.num_nodes, self._restart_s):
             return None
         self._asked_s = now_s
         node, host = next(iter(spares.items()))
@@ -219,32 +219,26 @@ class RunNodes:
         the recipe says so, the next start waits for a lost node."""
         self._take_steps(self._events.read())
         before = self._job.nodes
-        dropped = {one.node for one in reasons if isinstance(one, (NodeSlow, NodeUnfit))}
-        # If the agent of this node was lost, the next start has another one.
-        lost = {one.node for one in reasons if isinstance(one, NodeLost)} - {self._here}
-        own = [node for node in before[: self._plan.num_nodes] if node not in dropped | lost]
-        spares = {node: host for node, host in self._spares.items() if node not in dropped | lost}
-        largest = min(self._full.num_nodes, len(own) + len(spares))
         number = self._plan.num_nodes
-        if lost and self._plan.spec.resilience.after_node_loss == "wait":
-            smallest = number
-        else:  # a slow node is dropped only if a layout fits without it
-            smallest = number - 1 if all(isinstance(one, NodeSlow) for one in reasons) else 1
-        plan = next(filter(None, map(self._plan_for, range(largest, smallest - 1, -1))), None)
-        taken = list(spares)[: max(0, plan.num_nodes - len(own))] if plan else []
-        self._report_leaving(reasons, plan, [label_node(node, spares[node]) for node in taken])
-        if plan is None:
+        spares = self._spares
+        at_hand = NodesAtHand(before[:number], tuple(spares), self._full.num_nodes)
+        response = self._plan.spec.resilience.after_node_loss
+        chosen = select_nodes(at_hand, reasons, response, self._plan_for, self._here)
+        joined = chosen.joined if chosen else ()
+        plan = chosen.plan if chosen else None
+        self._report_leaving(reasons, plan, [label_node(node, spares[node]) for node in joined])
+        if chosen is None or plan is None:
             return self._job, self._plan
-        if plan.num_nodes <= number and any(isinstance(one, NodeReturned) for one in reasons):
-            self._not_enough = len(own) + len(spares)
+        dropped = {one.node for one in reasons if isinstance(one, (NodeSlow, NodeUnfit))}
+        lost = {one.node for one in reasons if isinstance(one, NodeLost)} - {self._here}
+        self._not_enough = chosen.not_enough
         for reason in reasons:
-            event = self._write_directive(reason, plan, taken[0] if taken else None)
+            event = self._write_directive(reason, plan, joined[0] if joined else None)
             self._given = event if isinstance(reason, NodeSlow) else self._given
         if plan is not self._plan:
             write_other_nodes(self._run, plan)
-        used = [*own, *taken][: plan.num_nodes]
-        rest = [node for node in before if node not in dropped and node not in used]
-        nodes = (*used, *sorted(rest, key=lambda node: node in lost))  # a lost node may return as a spare
+        rest = [node for node in before if node not in dropped and node not in chosen.nodes]
+        nodes = (*chosen.nodes, *sorted(rest, key=lambda node: node in lost))  # a lost node may return as a spare
         left_out = (*self._job.left_out, *sorted(dropped))
         return replace(self._job, nodes=nodes, left_out=left_out, world_size=plan.world_size), plan
 

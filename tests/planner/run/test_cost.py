@@ -111,6 +111,16 @@ def test_expected_energy_and_carbon_by_hand() -> None:
     assert bounds(expect_carbon(CLUSTER, energy)) == pytest.approx((whole / 4, whole / 2, whole))
 
 
+def test_a_spare_node_is_on_and_idle() -> None:
+    spared = replace(CLUSTER, reliability=ReliabilitySpec(spare_nodes=1))
+    parts, without = (expect_energy(cluster, 16, TEN_HOURS, SPENT)[1] for cluster in (spared, CLUSTER))
+    kwh = FULL_KWH / 4
+    more = {"accelerators": 0.1 * kwh, "hosts": 0.4 * kwh, "building": 0.25 * 0.5 * kwh}
+    assert {name: parts[name] - without[name] for name in parts} == pytest.approx(
+        {k: 3.6e6 * v for k, v in more.items()}
+    )
+
+
 @pytest.mark.parametrize(
     ("room", "key", "share"),
     [("power", "busy", 0.45 / 1.02), ("power", "waiting", 0.15 / 1.02), ("power", "idle", 0.02 / 1.02),

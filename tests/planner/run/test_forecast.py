@@ -53,7 +53,7 @@ CLUSTER = ClusterSpec(
     num_nodes=2048,
     devices_per_node=8,
     accelerator=H100,
-    reliability=ReliabilitySpec(known_within={"mtbf_device_hours": 1.5}),
+    reliability=ReliabilitySpec(spare_nodes=32, repair_s=3600.0, known_within={"mtbf_device_hours": 1.5}),
     site=SiteSpec(known_within={"pue": 1.1, "carbon_g_per_kwh": 1.2}),
     cost=CostSpec(known_within={"price_usd_per_device_hour": 1.3}),
 )
@@ -255,6 +255,15 @@ def test_a_run_reports_its_own_interval_and_times() -> None:
     assert [other.mode for other in run.alternatives] == ["restart"]
 
 
+def test_missing_spares_are_noted_where_they_cost_much() -> None:
+    short = replace(CLUSTER, reliability=replace(CLUSTER.reliability, spare_nodes=None, mtbf_device_hours=1e6))
+    waiting = ResilienceSpec(after_node_loss="wait")
+    (note,) = forecast(short, resilience=waiting).notes
+    assert note.startswith("cluster.reliability.spare_nodes is 0")
+    rare = replace(short, reliability=replace(short.reliability, mtbf_device_hours=1e9))
+    assert forecast(rare, resilience=waiting).notes == ()
+
+
 def test_an_interval_that_is_left_open_is_noted_with_the_one_that_is_counted_on() -> None:
     run = forecast(checkpoint=CheckpointSpec(interval_steps=None))
     steps = run.goodput.checkpoint_interval_steps
@@ -334,8 +343,8 @@ def test_each_way_of_recovering_is_planned_in_its_own_best_layout() -> None:
 
 
 TIME = ["step_time_s", "peak_memory_bytes", "cluster.storage_gb_per_s"]
-FAILING = [f"cluster.reliability.{key}" for key in ("mtbf_device_hours", "detect_s", "swap_s", "start_s")]
-SPARES = [f"cluster.reliability.{key}" for key in ("spare_nodes", "repair_s")]
+FAILING = [f"cluster.reliability.{key}" for key in ("mtbf_device_hours", "detect_s", "swap_s", "start_s", "repair_s")]
+SPARES = ["cluster.reliability.spare_nodes"]
 GROUPS = [
     f"cluster.reliability.{key}" for key in ("job_wide_fraction", "shrink_stall_s", "rejoin_stall_s", "heal_gb_per_s")
 ]
@@ -348,17 +357,17 @@ OWNED = [f"cluster.cost.{key}" for key in ("device_price_usd", "useful_years", "
 @pytest.mark.parametrize(
     ("changes", "groups", "keys"),
     [
-        ({}, 2, [*TIME, *FAILING, *GROUPS, *TDP, *POWER, *SITE, *PRICE]),
-        ({}, 1, [*TIME, *FAILING, *TDP, *POWER, *SITE, *PRICE]),
-        ({"reliability": ReliabilitySpec(spare_nodes=0)}, 1, [*TIME, *FAILING, *SPARES, *TDP, *POWER, *SITE, *PRICE]),
-        ({"accelerator": None}, 1, [*TIME, *FAILING, *POWER, *SITE]),
-        ({"accelerator": replace(H100, tdp_w=0.0)}, 1, [*TIME, *FAILING, *POWER, *SITE, *PRICE]),
+        ({}, 2, [*TIME, *FAILING, *SPARES, *GROUPS, *TDP, *POWER, *SITE, *PRICE]),
+        ({}, 1, [*TIME, *FAILING, *SPARES, *TDP, *POWER, *SITE, *PRICE]),
+        ({"reliability": ReliabilitySpec()}, 1, [*TIME, *FAILING, *TDP, *POWER, *SITE, *PRICE]),
+        ({"accelerator": None}, 1, [*TIME, *FAILING, *SPARES, *POWER, *SITE]),
+        ({"accelerator": replace(H100, tdp_w=0.0)}, 1, [*TIME, *FAILING, *SPARES, *POWER, *SITE, *PRICE]),
         ({"cost": CostSpec(price_usd_per_device_hour=1.0)}, 1,
-         [*TIME, *FAILING, *TDP, *POWER, *SITE, "cluster.cost.price_usd_per_device_hour"]),
+         [*TIME, *FAILING, *SPARES, *TDP, *POWER, *SITE, "cluster.cost.price_usd_per_device_hour"]),
         ({"cost": CostSpec(owned=True)}, 1,
-         [*TIME, *FAILING, *TDP, *POWER, *SITE, *OWNED, "cluster.site.electricity_usd_per_kwh"]),
+         [*TIME, *FAILING, *SPARES, *TDP, *POWER, *SITE, *OWNED, "cluster.site.electricity_usd_per_kwh"]),
     ],
-    ids=["groups", "one group", "spares", "no accelerator", "no power", "own price", "owned"],
+    ids=["groups", "one group", "no spares", "no accelerator", "no power", "own price", "owned"],
 )  # fmt: skip
 def test_a_forecast_lists_what_it_rests_on(changes: dict[str, object], groups: int, keys: list[str]) -> None:
     candidate = replace(CANDIDATE, layout=Layout(dp_replicate=groups, tp=8, pp=16))

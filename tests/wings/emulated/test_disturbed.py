@@ -76,9 +76,14 @@ def test_a_killed_rank_restarts_the_run_from_its_checkpoint() -> None:
     assert found.wall_s == pytest.approx(found.pause_s + found.lost_steps * step.step_s, rel=0.01)
     assert found.device_hours == pytest.approx(found.wall_s * 32 / 3600)
     assert found.usd == pytest.approx(found.device_hours * forecast.rental_price(cluster))
-    lost = cost("lose_node(step=1000,rank=3)")
+    spared = replace(one.spec, cluster=replace(cluster, reliability=replace(reliability, spare_nodes=1)))
+    lost = cost("lose_node(step=1000,rank=3)", replace(one, spec=spared))
     assert lost.pause_s == pytest.approx(found.pause_s + reliability.swap_s)
     assert lost.lost_steps == found.lost_steps
+    # Without a spare, the run continues on fewer nodes until the node is repaired.
+    fewer = cost("lose_node(step=1000,rank=3)")
+    assert (fewer.pause_s, fewer.lost_steps) == (found.pause_s, found.lost_steps)
+    assert fewer.parts_s["shrunk"] > 0
     # A hang is noticed after five slow steps.
     hung = cost("hang(step=1000,rank=3)")
     assert hung.pause_s - found.pause_s == pytest.approx(5 * step.step_s - reliability.detect_s)

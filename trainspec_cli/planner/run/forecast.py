@@ -12,6 +12,7 @@ from trainspec_cli.balance.batch.batch import run_phases, schedule_batches
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.printable import GIB
 from trainspec_cli.planner.capacity import other_recovery
+from trainspec_cli.planner.fewer import speeds_on_fewer
 from trainspec_cli.planner.hardware.cluster import cluster_of
 from trainspec_cli.planner.memory.caching_allocator import GROWS_SEGMENTS
 from trainspec_cli.planner.memory.predict import (
@@ -30,7 +31,7 @@ from trainspec_cli.planner.setup import moment_bytes
 from trainspec_cli.planner.time.step import weigh_times
 from trainspec_cli.planner.workload import quantised_params
 from trainspec_cli.recipe.field_types import AUTO
-from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec, CostSpec
+from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec, CostSpec, Machine
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.forecast import Assumption, BatchForecast, Goodput, Interval, RunForecast
@@ -73,7 +74,7 @@ x1.7."""
 VALUE_BYTES = 4.0
 """Bytes per parameter in a checkpoint, in fp32. AdamW's two moments bring the total to 12; published checkpoints have
 12.8 to 13.2."""
-RESTART_KEYS = ("mtbf_device_hours", "detect_s", "swap_s", "start_s")
+RESTART_KEYS = ("mtbf_device_hours", "detect_s", "swap_s", "start_s", "repair_s")
 ELASTIC_KEYS = ("job_wide_fraction", "shrink_stall_s", "rejoin_stall_s", "heal_gb_per_s")
 OWNED_KEYS = ("device_price_usd", "useful_years", "utilisation", "operation_ratio")
 MEMORY_KNOWN_WITHIN = 1.1
@@ -82,18 +83,24 @@ added for the spread between identical runs."""
 MEMORY_ELSEWHERE_WITHIN = 1.3
 """Uncertainty factor of a peak for other frameworks: 90% of 26 nanotron peaks, which were not used for the fit, are
 within x1.31."""
+NOTED_LOSS = 0.05
+"""Without spares, a forecast that loses more than this fraction of its time to missing nodes mentions them."""
 STORAGE_SOURCE = "a node, to checkpoint storage; BLOOM wrote 2.3 TB in 40 s from 48 nodes (stas00/ml-engineering)"
 
 
 def forecast_run(
-    spec: RunSpec, plan: CapacityPlan, candidate: Candidate, other: Candidate | None = None
+    spec: RunSpec,
+    plan: CapacityPlan,
+    candidate: Candidate,
+    other: Candidate | None = None,
+    machine: Machine | None = None,
 ) -> RunForecast:
-    """Forecast the recipe's run with `candidate`, from the first step to the last.
+    """Forecast the recipe's run with `candidate`, from the first step to the last. `machine`: see `plan_capacity`.
 
     `other`: the best layout of the other recovery mode, for comparison; if None, `candidate` is used, provided that it
     supports that mode. Raises RecipeError for a run that never ends because of failures."""
     wanted, *alternatives = recovery_modes(spec.resilience, candidate.layout.dp_replicate)
-    chosen = expect_goodput(spec, plan, candidate, wanted)
+    chosen = expect_goodput(spec, plan, candidate, wanted, machine)
     if chosen is None:
         path = "cluster.reliability.mtbf_device_hours"
         mtbf_s = reliability.job_mtbf_s(spec.cluster.reliability, plan.world_size)
@@ -104,7 +111,7 @@ def forecast_run(
     if other is not None:
         alternatives = [other_recovery(spec.resilience)]
     beside = other or candidate
-    others = [useful for mode in alternatives if (useful := expect_goodput(spec, plan, beside, mode))]
+    others = [useful for mode in alternatives if (useful := expect_goodput(spec, plan, beside, mode, machine))]
     if beside.layout != candidate.layout:
         others = [replace(useful, layout=beside.layout.describe()) for useful in others]
     work = expect_work(spec, candidate)
@@ -148,7 +155,11 @@ def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[Resilie
 
 
 def expect_goodput(
-    spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec
+    spec: RunSpec,
+    plan: CapacityPlan,
+    candidate: Candidate,
+    resilience: ResilienceSpec,
+    machine: Machine | None = None,
 ) -> Goodput | None:
     """Simulate the run SEEDS times with one recovery mode; return the median and the middle 90%.
 
@@ -159,7 +170,7 @@ def expect_goodput(
     dips = dip_share(planes, every, plan.world_size) if planes else 0.0
     cluster = ending_failures(planes, every) if planes else every
     spec = replace(spec, cluster=replace(spec.cluster, reliability=cluster))
-    job = describe_job(spec, plan, candidate, resilience)
+    job = describe_job(spec, plan, candidate, resilience, machine=machine)
     outcomes = goodput.simulate_many(job, cluster, resilience, SEEDS)
     parts = [{cause: lost / outcome.wall_s for cause, lost in outcome.lost_s.items()} for outcome in outcomes]
     # Average the time parts over the simulated runs, and scale them so that they and the median goodput sum to 1.
@@ -196,6 +207,7 @@ def describe_job(
     candidate: Candidate,
     resilience: ResilienceSpec,
     size_bytes: float | None = None,
+    machine: Machine | None = None,
 ) -> goodput.SimulatedJob:
     """Return the run in the form that the simulation needs, with the recipe's checkpoint interval or, if that is open,
     the best one. `size_bytes`: the size of a checkpoint, if it is known more accurately than from
@@ -211,6 +223,14 @@ def describe_job(
         interval_of = cadence.auto_interval_s if steps == AUTO else cadence.checkpoint_interval_s
         best_s = interval_of(blocked_s, written_s, rollback_s)
         steps = cadence.checkpoint_interval_steps(min(best_s, work.work_s), work.step_time_s)
+
+    def step_time_s(spec: RunSpec, candidate: Candidate) -> float:
+        return expect_work(spec, candidate).step_time_s
+
+    # A run on several kinds of nodes is planned for all of them.
+    plans_fewer = not spec.cluster.pools and spec.cluster.num_nodes > 1
+    speed_on = speeds_on_fewer(spec, candidate, machine, step_time_s) if plans_fewer else lambda nodes: None
+    copies = spec.checkpoint.memory_interval_steps
     return goodput.SimulatedJob(
         work_s=work.work_s,
         step_time_s=work.step_time_s,
@@ -221,6 +241,11 @@ def describe_job(
         written_s=written_s,
         state_bytes_per_device=size_bytes / (plan.world_size / groups),
         load_s=written_s,
+        nodes=spec.cluster.num_nodes,
+        speed_on=speed_on,
+        copy_interval_s=copies * work.step_time_s if copies else math.inf,
+        # As for a checkpoint written in the background, training waits for the copy to host memory.
+        copy_s=size_bytes / (plan.world_size * spec.cluster.host_link_gb_per_s * 1e9) if copies else 0.0,
     )
 
 
@@ -245,6 +270,12 @@ def checkpoint_times(spec: RunSpec, plan: CapacityPlan, size_bytes: float | None
 
 def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:
     notes = []
+    missed = useful.lost.get("restart", 0.0) + useful.lost.get("shrunk", 0.0)
+    if not spec.cluster.reliability.spare_nodes and missed > NOTED_LOSS:
+        notes.append(
+            f"cluster.reliability.spare_nodes is {spec.cluster.reliability.spare_nodes or 0}: a lost node is missing "
+            f"until it is repaired, and {missed:.0%} of the time is lost to restarts and missing nodes"
+        )
     if spec.checkpoint.interval_steps is None:
         best = useful.checkpoint_interval_steps
         notes.append(f"checkpoint.interval_steps is null; this assumes {best}, the best interval")
@@ -273,7 +304,7 @@ def gather_assumptions(spec: RunSpec, candidate: Candidate) -> tuple[Assumption,
     cluster = spec.cluster
     step_time_s = expect_work(spec, candidate).step_time_s
     elastic = ELASTIC_KEYS if candidate.layout.dp_replicate > 1 else ()
-    spares = ("spare_nodes", "repair_s") if cluster.reliability.spare_nodes is not None else ()
+    spares = ("spare_nodes",) if cluster.reliability.spare_nodes is not None else ()
     fabric = cluster.fabric
     planes = []
     for key in ("network_fraction", "fatal_fraction", "flap_s") if fabric.planes else ():
@@ -449,6 +480,11 @@ def occupation(useful: Goodput, time: StepTime) -> Occupation:
     return Occupation(training * (1 - waiting_part), training * waiting_part + held_up, idle)
 
 
+def spare_devices(cluster: ClusterSpec, devices: int) -> float:
+    """Return the number of devices of the spare nodes of a job on `devices` devices."""
+    return (cluster.reliability.spare_nodes or 0) * devices / cluster.num_nodes
+
+
 def expect_energy(
     cluster: ClusterSpec, devices: int, wall_time_s: Interval, spent: Occupation
 ) -> tuple[Interval | None, dict[str, float]]:
@@ -457,7 +493,7 @@ def expect_energy(
     The ratio of an accelerator's mean power to its thermal design power (TDP) is linear in the time spent in each
     state. An accelerator that is always busy has a ratio of 1.35 including its host; an eight-H100 node in training was
     measured at 1.38 (76% of 10.2 kW over 8 x 700 W, arXiv:2506.14551). The building adds (PUE - 1) times the machines'
-    energy.
+    energy. Spare nodes are on and idle.
     """
     if cluster.accelerator is None or not cluster.accelerator.tdp_w:
         return None, {}
@@ -467,11 +503,13 @@ def expect_energy(
     def parts(of: Mapping[str, float]) -> dict[str, float]:
         ratio = of["busy"] * spent.busy + of["waiting"] * spent.waiting + of["idle"] * spent.idle
         full_joules = devices * tdp_w * of["wall_s"]
-        machines_joules = full_joules * (ratio + of["host"])
+        spares_joules = spare_devices(cluster, devices) * tdp_w * of["wall_s"]
+        accelerators_joules = full_joules * ratio + spares_joules * of["idle"]
+        hosts_joules = (full_joules + spares_joules) * of["host"]
         return {
-            "accelerators": full_joules * ratio,
-            "hosts": full_joules * of["host"],
-            "building": machines_joules * (max(1.0, of["pue"]) - 1),
+            "accelerators": accelerators_joules,
+            "hosts": hosts_joules,
+            "building": (accelerators_joules + hosts_joules) * (max(1.0, of["pue"]) - 1),
         }
 
     known = power.known_within
@@ -514,8 +552,7 @@ def expect_money(
     """Return the cost and its parts: rent (including down time), or the run's share of purchased machines, depreciated
     linearly over the hours of use. None if the price or, for owned machines, the energy is unknown. Spare nodes on
     standby are included."""
-    spares = (cluster.reliability.spare_nodes or 0) * devices / cluster.num_nodes
-    paid_devices = devices + spares
+    paid_devices = devices + spare_devices(cluster, devices)
     cost = cluster.cost
     price = cost.device_price_usd if cost.owned else rental_price(cluster)
     if not price or (cost.owned and energy is None):

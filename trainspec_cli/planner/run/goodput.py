@@ -1,9 +1,9 @@
 """Simulate a run as events: failures occur, the job restarts or shrinks and heals, and time is lost.
 
-Failures are a Poisson process with the same rate for all devices, and also occur while the job is down. Checkpoints
+Failures are a Poisson process with the same rate for all nodes, and also occur while the job is down. Checkpoints
 between two events are computed directly, so the cost of a simulation depends only on the number of failures: two weeks
-on 16,384 devices take a few milliseconds per seed. As in a real job, `run.recovery.next_action` decides what follows a
-failure.
+on 16,384 devices take a few milliseconds per seed. What follows a failure is decided as in a real job: for one replica
+group by `run.recovery.nodes.SimulatedSupervisor`, for several by `run.recovery.next_action`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import heapq
 import itertools
 import math
 import random
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.run.recovery import recovery, reliability, run_state
+from trainspec_cli.run.recovery.nodes import NodesDecision, SimulatedSupervisor, Source, groups_of_node
 
 MAX_FAILURES = 1000
 """A simulation stops after this many failures, when its goodput is known to within one percent."""
@@ -47,6 +49,26 @@ class SimulatedJob:
     """Time from the start of a checkpoint until it is complete."""
     state_bytes_per_device: float
     load_s: float
+    nodes: int = 0
+    """Number of nodes; 0 means one for each replica group."""
+    speed_on: Callable[[int], float | None] = lambda nodes: None
+    """Returns the relative speed of the run on fewer nodes; None if no layout fits. Not called for all nodes."""
+    copy_interval_s: float = math.inf
+    """Amount of work between copies in the nodes' memory."""
+    copy_s: float = 0.0
+    """Time that such a copy blocks training."""
+
+    @property
+    def num_nodes(self) -> int:
+        return self.nodes or self.replica_groups
+
+
+class FailureAt(NamedTuple):
+    at_s: float
+    node: int
+    """Place of the node among the run's nodes; if the run does not use it at that time, nothing happens."""
+    group: int | None = None
+    """The replica group of which a process fails, while the node remains. None: the node is lost."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +79,8 @@ class SimulatedRun:
     kept_s: float
     lost_s: Mapping[str, float]
     failures: int
+    pause_s: float = 0.0
+    """Time from the last failure until the run took steps again."""
 
     @property
     def goodput(self) -> float:
@@ -68,14 +92,13 @@ def simulate(
     cluster: ReliabilitySpec,
     resilience: ResilienceSpec,
     seed: int = 0,
-    failures: Sequence[tuple[float, int]] | None = None,
+    failures: Sequence[FailureAt] | None = None,
     max_failures: int = MAX_FAILURES,
 ) -> SimulatedRun:
-    """Simulate one run, from its first step to its last, or until `max_failures` failures.
-
-    `failures`: (time in seconds, failing group) pairs to use instead of random ones.
-    """
-    return _Simulation(job, cluster, resilience, Clock(seed), failures).run(max_failures)
+    """Simulate one run, from its first step to its last, or until `max_failures` failures. `failures` replace the
+    random ones."""
+    kind = GroupsSimulation if resilience.mode == "elastic" and job.replica_groups > 1 else NodesSimulation
+    return kind(job, cluster, resilience, Clock(seed), failures).run(max_failures)
 
 
 def simulate_many(
@@ -119,14 +142,16 @@ class Clock:
         action()
 
 
-class _Simulation:
+class EventSimulation(ABC):
+    """What all simulated runs have in common: the clock, the failures, the progress and its pauses."""
+
     def __init__(
         self,
         job: SimulatedJob,
         cluster: ReliabilitySpec,
         resilience: ResilienceSpec,
         clock: Clock,
-        failures: Sequence[tuple[float, int]] | None,
+        failures: Sequence[FailureAt] | None = None,
     ) -> None:
         self.job = job
         self.cluster = cluster
@@ -135,19 +160,18 @@ class _Simulation:
         self.takes = reliability.durations(cluster, job.state_bytes_per_device, job.load_s)
         self.mtbf_s = reliability.job_mtbf_s(cluster, job.devices)
         self.progress = _Progress(job)
-        self.started = self.standing = start_run(resilience, job.replica_groups if resilience.mode == "elastic" else 1)
-        self.away: dict[int, int] = {}
-        """Absent replica groups, each with the failure that ends when the group returns."""
         self.paused_by = 0
         """The failure or node return that the job is waiting to have handled; completions of earlier ones are
         ignored."""
         self.event = 0
         self.failures = 0
-        self.spares_free_s = [0.0] * (cluster.spare_nodes or 0)
+        self.failed_s: float | None = None
+        """The time of a failure after which the run has not taken a step yet."""
+        self.pause_s = 0.0
         if failures is None:
             self._schedule_failure()
-        for time_s, group in failures or ():
-            self.clock.after(time_s, partial(self._strike, group, job_wide=False))
+        for failure in failures or ():
+            self.clock.after(failure.at_s, partial(self._strike, failure.node, failure.group))
 
     def run(self, max_failures: int) -> SimulatedRun:
         while self.failures < max_failures:
@@ -157,40 +181,158 @@ class _Simulation:
                 break
             self.clock.step()
         progress = self.progress
-        return SimulatedRun(progress.now_s, progress.work_s, progress.lost_s, self.failures)
+        return SimulatedRun(progress.now_s, progress.work_s, progress.lost_s, self.failures, self.pause_s)
 
     def _schedule_failure(self) -> None:
         self.clock.after(self.clock.random.expovariate(1 / self.mtbf_s), self._fail)
 
     def _fail(self) -> None:
         self._schedule_failure()
-        group = self.clock.random.randrange(self.job.replica_groups)
-        self._strike(group, job_wide=self.clock.random.random() < self.cluster.job_wide_fraction)
+        node = self.clock.random.randrange(self.job.num_nodes)
+        self._strike(node, None, job_wide=self.clock.random.random() < self.cluster.job_wide_fraction)
 
-    def _strike(self, group: int, *, job_wide: bool) -> None:
+    def _strike(self, node: int, group: int | None = None, *, job_wide: bool = False) -> None:
         self.failures += 1
+        self.failed_s = self.clock.now_s
         self.progress.advance(self.clock.now_s)
-        every = self.standing.groups
-        self.standing = self.standing.after("lost", every if job_wide or len(every) == 1 else (group,))
-        self.progress.lose(self.standing.is_lost)
+        self._handle_failure(node, group, job_wide=job_wide)
+
+    @abstractmethod
+    def _handle_failure(self, node: int, group: int | None, *, job_wide: bool) -> None: ...
+
+    @abstractmethod
+    def _continue(self) -> None:
+        """Take steps again after a pause."""
+
+    def _pause(self, reason: str, duration_s: float) -> None:
+        """Pause the run for some time, or until the next pause if that is infinite."""
+        self.event += 1
+        event = self.paused_by = self.event
+        self.progress.paused_for = reason
+        if duration_s < math.inf:
+            self.clock.after(duration_s, lambda: self._resume(event))
+
+    def _resume(self, event: int) -> None:
+        if event == self.paused_by:
+            self.progress.advance(self.clock.now_s)
+            self._continue()
+            if self.failed_s is not None and not self.progress.paused_for:
+                self.pause_s = self.clock.now_s - self.failed_s
+                self.failed_s = None
+
+
+class NodesSimulation(EventSimulation):
+    """A run with one replica group: it restarts with a spare node or on fewer nodes, or waits for a repaired one."""
+
+    def __init__(
+        self,
+        job: SimulatedJob,
+        cluster: ReliabilitySpec,
+        resilience: ResilienceSpec,
+        clock: Clock,
+        failures: Sequence[FailureAt] | None = None,
+    ) -> None:
+        super().__init__(job, cluster, resilience, clock, failures)
+        self.supervisor = SimulatedSupervisor(
+            resilience, job.num_nodes, cluster.spare_nodes or 0, self._speed_on, copies=job.copy_interval_s < math.inf
+        )
+        self.detected_s = 0.0
+        """The time when the last failure has been detected."""
+
+    def _speed_on(self, nodes: int) -> float | None:
+        return 1.0 if nodes == self.job.num_nodes else self.job.speed_on(nodes)
+
+    def _handle_failure(self, node: int, group: int | None, *, job_wide: bool) -> None:
+        now_s = self.clock.now_s
+        if job_wide or group is not None:
+            decision = self.supervisor.fail(now_s)
+        elif node < len(self.supervisor.own) and self.supervisor.own[node] not in self.supervisor.absent:
+            lost = self.supervisor.own[node]
+            decision = self.supervisor.lose_node(now_s, lost)
+            self.clock.after(self.cluster.repair_s, lambda: self._connect(lost))
+        else:
+            return
+        self.progress.lose(decision.source)
+        self.detected_s = now_s + self.cluster.detect_s
+        self._follow(decision)
+
+    def _connect(self, node: int) -> None:
+        self.progress.advance(self.clock.now_s)
+        was_running = self.supervisor.is_running
+        decision = self.supervisor.connect(self.clock.now_s, node)
+        if not was_running:
+            self._follow(decision)
+        elif not self.progress.paused_for:
+            self._use_spares()
+
+    def _continue(self) -> None:
+        self.progress.paused_for = None
+        self.supervisor.note_step(self.clock.now_s)
+        self._use_spares()
+
+    def _use_spares(self) -> None:
+        takes = self.takes
+        planned_s = takes.save_s + takes.start_s + takes.load_s
+        remaining_s = (self.job.work_s - self.progress.work_s) / self.progress.pace
+        decision = self.supervisor.use_spares(self.clock.now_s, remaining_s, planned_s)
+        if decision.kind != "none":
+            self.progress.save()
+            self.progress.rate = decision.plan
+            self._pause("restart", planned_s)
+
+    def _follow(self, decision: NodesDecision[float]) -> None:
+        """Restart after a failure, or wait for a node."""
+        takes = self.takes
+        self.progress.rate = decision.plan
+        duration_s = math.inf
+        if self.supervisor.is_running:
+            duration_s = max(0.0, self.detected_s - self.clock.now_s) + takes.start_s
+            duration_s += takes.swap_s if decision.kind == "restart" and decision.joined else 0.0
+            duration_s += takes.load_s if decision.source == "disk" else takes.heal_s
+        self._pause("restart", duration_s)
+
+
+class GroupsSimulation(EventSimulation):
+    """A run with several replica groups: the others continue without a lost one."""
+
+    def __init__(
+        self,
+        job: SimulatedJob,
+        cluster: ReliabilitySpec,
+        resilience: ResilienceSpec,
+        clock: Clock,
+        failures: Sequence[FailureAt] | None = None,
+    ) -> None:
+        super().__init__(job, cluster, resilience, clock, failures)
+        self.started = self.standing = start_run(resilience, job.replica_groups)
+        self.away: dict[int, int] = {}
+        """Absent replica groups, each with the failure that ends when the group returns."""
+        self.spares_free_s = [0.0] * (cluster.spare_nodes or 0)
+
+    def _handle_failure(self, node: int, group: int | None, *, job_wide: bool) -> None:
+        hit = tuple(groups_of_node(node, self.job.num_nodes, self.job.replica_groups)) if group is None else (group,)
+        self.standing = self.standing.after("lost", self.standing.groups if job_wide else hit)
+        self.progress.lose("disk" if self.standing.is_lost else "peers")
         wait_for_node_s = 0.0
-        if not job_wide and self.cluster.spare_nodes is not None:
+        if not job_wide and group is None:
             # The first free spare takes over; the failed node is repaired and becomes a spare.
             repaired_s = self.clock.now_s + self.cluster.repair_s
-            wait_for_node_s = max(0.0, heapq.heappushpop(self.spares_free_s, repaired_s) - self.clock.now_s)
+            free_s = heapq.heappushpop(self.spares_free_s, repaired_s)
+            wait_for_node_s = max(self.takes.swap_s, free_s - self.clock.now_s)
         if self.standing.is_lost:
             self.away.clear()  # absent groups start when the job does
             self.standing = self.started
-            self._pause("restart", self.takes.restart_s + wait_for_node_s)
+            self._pause("restart", self.takes.restart_s - self.takes.swap_s + wait_for_node_s)
         else:
-            self._leave(group, wait_for_node_s)
+            for lost in hit:
+                self._leave(lost, self.takes.group_return_s - self.takes.swap_s + wait_for_node_s)
 
-    def _leave(self, group: int, wait_for_node_s: float) -> None:
+    def _leave(self, group: int, away_s: float) -> None:
         """Remove a group. The others continue without it, or wait if too few of them remain."""
         self.event += 1
         failure = self.away[group] = self.event
         self.standing = self.standing.after("left", (group,))
-        self.clock.after(self.takes.group_return_s + wait_for_node_s, lambda: self._return(group, failure))
+        self.clock.after(away_s, lambda: self._return(group, failure))
         if self.progress.paused_for != "restart":
             self._pause("stall", self.cluster.shrink_stall_s)
 
@@ -203,16 +345,7 @@ class _Simulation:
         if self.progress.paused_for != "restart":
             self._pause("stall", self.cluster.rejoin_stall_s)
 
-    def _pause(self, reason: str, duration_s: float) -> None:
-        self.event += 1
-        event = self.paused_by = self.event
-        self.progress.paused_for = reason
-        self.clock.after(duration_s, lambda: self._resume(event))
-
-    def _resume(self, event: int) -> None:
-        if event != self.paused_by:
-            return
-        self.progress.advance(self.clock.now_s)
+    def _continue(self) -> None:
         active = self.job.replica_groups - len(self.away)
         enough = not self.away or recovery.enough_groups(self.resilience, active)
         self.progress.paused_for = None if enough else "stall"
@@ -232,6 +365,8 @@ class _Progress:
         self.lost_s: dict[str, float] = defaultdict(float)
         self.position_s = 0.0
         self.saved_s = self.previously_saved_s = 0.0
+        self.copying = job.copy_s / (job.copy_interval_s + job.copy_s)
+        """Fraction of the training time spent on copies in memory."""
 
     def advance(self, now_s: float) -> None:
         """Add the time since the last call."""
@@ -247,32 +382,42 @@ class _Progress:
         cycles, position_s = divmod(self.position_s + elapsed_s, interval_s + self.job.blocked_s)
         since_saved_s = min(position_s, interval_s)
         training_s = cycles * interval_s + since_saved_s - min(self.position_s, interval_s)
-        self.work_s += self.rate * training_s
-        self.lost_s["shrunk"] += (1 - self.rate) * training_s
-        self.lost_s["checkpoint"] += elapsed_s - training_s
+        self.work_s += self.pace * training_s
+        self.lost_s["shrunk"] += (1 - self.rate) * (1 - self.copying) * training_s
+        self.lost_s["checkpoint"] += elapsed_s - training_s + self.copying * training_s
         self.position_s = position_s
         if cycles:
-            latest_s = self.work_s - self.rate * since_saved_s
-            self.previously_saved_s = latest_s - self.rate * interval_s if cycles > 1 else self.saved_s
+            latest_s = self.work_s - self.pace * since_saved_s
+            self.previously_saved_s = latest_s - self.pace * interval_s if cycles > 1 else self.saved_s
             self.saved_s = latest_s
 
-    def lose(self, state_is_lost: bool) -> None:
-        """Undo the work since the last complete checkpoint if no replica group has the state; otherwise undo only the
+    @property
+    def pace(self) -> float:
+        """Work per second of training, without checkpoints but with the copies in memory."""
+        return self.rate * (1 - self.copying)
+
+    def save(self) -> None:
+        """Write a checkpoint of all work."""
+        self.saved_s = self.previously_saved_s = self.work_s
+        self.position_s = 0.0
+
+    def lose(self, source: Source | Literal["peers"]) -> None:
+        """Undo the work that is newer than the state at `source`; if other replica groups have the state, only the
         uncommitted step."""
-        if self.paused_for:
-            since_step_s = 0.0
+        if source == "peers":
+            since_step_s = min(self.position_s, self.job.interval_s) % self.job.step_time_s
+            lost_s = 0.0 if self.paused_for else self.pace * since_step_s
         else:
-            since_step_s = self.rate * (min(self.position_s, self.job.interval_s) % self.job.step_time_s)
-        lost_s = since_step_s
-        if state_is_lost:
             # The latest checkpoint may still be in transfer to storage; if so, only the previous one is complete.
-            on_its_way = self.position_s < self.job.written_s - self.job.blocked_s
-            lost_s = self.work_s - (self.previously_saved_s if on_its_way else self.saved_s)
+            if self.position_s < self.job.written_s - self.job.blocked_s:
+                self.saved_s = self.previously_saved_s
+            self.previously_saved_s = self.saved_s
+            self.position_s = 0.0
+            lost_s = self.work_s - self.saved_s
+        if source == "memory":
+            lost_s = min(lost_s, self.work_s % self.job.copy_interval_s)
         self.work_s -= lost_s
         self.lost_s["rework"] += lost_s
-        if state_is_lost:
-            self.saved_s = self.previously_saved_s = self.work_s
-            self.position_s = 0.0
 
     def wall_to_finish_s(self) -> float:
         """Return the time until the last step ends, provided that no event occurs before that."""
@@ -280,7 +425,7 @@ class _Progress:
             return float("inf")
         interval_s = self.job.interval_s
         blocked_s = self.job.blocked_s
-        training_s = (self.job.work_s - self.work_s) / self.rate + min(self.position_s, interval_s)
+        training_s = (self.job.work_s - self.work_s) / self.pace + min(self.position_s, interval_s)
         checkpoints = max(0.0, -(-training_s // interval_s) - 1)
         return training_s + checkpoints * blocked_s - self.position_s
 

@@ -162,15 +162,16 @@ class ReliabilitySpec:
     detect_s: NonNegativeFloat = 60.0
     """Time until a failure has been detected and diagnosed."""
     swap_s: NonNegativeFloat = 120.0
-    """Time until a spare node has replaced the failed one."""
+    """Time until a spare node has replaced the failed one. Without a spare, nothing is swapped."""
     start_s: NonNegativeFloat = 300.0
     """Time until the first step: starting processes, connecting communicators and compiling, but not reading the
     checkpoint."""
     repair_s: NonNegativeFloat = 86_400.0
     """Time until a failed node is available again as a spare."""
     spare_nodes: NonNegativeInt | None = None
-    """Number of nodes on standby; null: a spare is always available when needed. A run started node by node, without
-    Slurm, takes this many extra nodes, which wait until they replace a lost node; null: no extra nodes."""
+    """Number of extra nodes on standby, which are paid for; null: none. Each replaces one lost node, which becomes a
+    spare once it is repaired. A run started node by node, without Slurm, takes this many extra nodes. For what happens
+    without a spare, see `resilience.after_node_loss`."""
     shrink_stall_s: NonNegativeFloat = 30.0
     """Elastic: how long the survivors stall, from the failure until they continue without the failed replica
     group."""

@@ -115,8 +115,8 @@ class SimulatedDecision:
     step: int
     """The first step that it applies to."""
     kind: str
-    """`shares` of the data-parallel ranks, `group_shares` of the replica groups, `layers` of the pipeline stages, or
-    another `layout`."""
+    """`shares` of the data-parallel ranks, `group_shares` of the replica groups, `layers` of the pipeline stages,
+    another `layout`, or other `nodes` after one was lost or has returned."""
     group: int | None
     """The replica group, if there are several groups."""
     reason: str

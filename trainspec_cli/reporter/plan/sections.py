@@ -265,6 +265,7 @@ KINDS = {
     "group_shares": "shares of the replica groups",
     "layers": "other layers in the stages",
     "layout": "another layout",
+    "nodes": "other nodes",
 }
 WHERE = (
     "The live scheduler uses the same functions for its decisions. It has run on CPUs and on an emulated accelerator, "

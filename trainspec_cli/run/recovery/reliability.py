@@ -18,21 +18,38 @@ a variance of about 1/N in its logarithm."""
 
 @dataclass(frozen=True)
 class Durations:
-    """Time in seconds that each kind of recovery takes, for a job on a cluster with a spare node."""
+    """Time in seconds that each phase of a recovery takes. The first three are inputs with their sources
+    (`conf/reliability`)."""
 
-    restart_s: float
-    """Time from a failure to the first new work, for a job that restarts and reads its checkpoint."""
-    group_return_s: float
-    """Time from a failure until the failed group can rejoin with a healthy group's state."""
+    detect_s: float
+    """From the failure until it is detected and diagnosed."""
+    swap_s: float
+    """Until a spare has replaced a lost node."""
+    start_s: float
+    """Until the first step: processes, communicators and compilation."""
+    load_s: float
+    """Reading a checkpoint."""
     heal_s: float
-    """The part of `group_return_s` spent copying the state."""
+    """Copying a device's state from another node's memory."""
+    save_s: float = 0.0
+    """Writing a checkpoint before a planned restart."""
+
+    @property
+    def restart_s(self) -> float:
+        """Time from a failure to the first new work, for a job that gets a spare node and reads its checkpoint."""
+        return self.detect_s + self.swap_s + self.start_s + self.load_s
+
+    @property
+    def group_return_s(self) -> float:
+        """Time from a failure until a replica group with a spare node can rejoin with a healthy group's state."""
+        return self.detect_s + self.swap_s + self.start_s + self.heal_s
 
 
 def durations(cluster: ReliabilitySpec, state_bytes_per_device: float, load_s: float) -> Durations:
-    """Return the recovery times of a job with `state_bytes_per_device` bytes of training state on each device."""
-    started_s = cluster.detect_s + cluster.swap_s + cluster.start_s
+    """Return the recovery times of a job with `state_bytes_per_device` bytes of training state on each device. Writing
+    a checkpoint takes as long as reading it."""
     heal_s = state_bytes_per_device / (cluster.heal_gb_per_s * 1e9)
-    return Durations(started_s + load_s, started_s + heal_s, heal_s)
+    return Durations(cluster.detect_s, cluster.swap_s, cluster.start_s, load_s, heal_s, load_s)
 
 
 def job_mtbf_s(cluster: ReliabilitySpec, devices: int) -> float:

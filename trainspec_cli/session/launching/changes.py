@@ -14,8 +14,8 @@ from trainspec_cli.core.json_value import JsonObject, JsonValue, flatten
 from trainspec_cli.core.reading.files import read_field, read_object
 from trainspec_cli.data.corpus.shards import TOKENIZER_FILE
 from trainspec_cli.data.corpus.sources import Collection, check_tokenizers
+from trainspec_cli.planner.fewer import specs_on_fewer
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import to_plain
@@ -144,12 +144,9 @@ def trained_samples(run: RunDir, spec: RunSpec, step: int) -> int:
 
 def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
     """Return the plan of the same run on `nodes` nodes; None if its recipe does not allow that, or if no layout fits.
-
-    The recipe's layout is kept if it divides the nodes evenly. Otherwise, first only data parallelism changes, then
-    also the number of pipeline stages; finally, the search may choose any layout that is predicted to fit in memory.
-    The kernels do not change. Layout changes scheduled by the recipe are dropped, because they need all nodes."""
+    The layouts are tried in the order of `specs_on_fewer`. The kernels do not change."""
     quiet = RunConsole(quiet=True)  # the prediction is hypothetical, so it is not shown
-    for spec, must_be_predicted in _on_fewer(before, nodes):
+    for spec, must_be_predicted in specs_on_fewer(before.spec, before.layout, nodes):
         # The data was read when the run first started, so its source may no longer exist.
         if any(not problem.path.startswith("data.") for problem in [*check(spec), *check_engine(spec)]):
             continue
@@ -162,18 +159,3 @@ def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
         if found.prediction is not None or not must_be_predicted:
             return replace(found, kernels=before.kernels)
     return None
-
-
-def _on_fewer(before: Plan, nodes: int) -> Iterator[tuple[RunSpec, bool]]:
-    """Yield the recipe with each layout to try, and whether the layout must be predicted to fit in memory."""
-    spec = before.spec
-    wanted = before.spec.layout
-    fewer = replace(spec, cluster=replace(spec.cluster, num_nodes=nodes), scheduler=replace(spec.scheduler, changes=()))
-    shards = before.layout.dp_shard > 1
-    data = {"dp_replicate": 1, "dp_shard": AUTO} if shards else {"dp_replicate": AUTO, "dp_shard": 1}
-    for pp in range(before.layout.pp, 0, -1):
-        layout = wanted if pp == before.layout.pp else replace(wanted, pp=pp, stage_layers=None)
-        yield replace(fewer, layout=layout), False
-        yield replace(fewer, layout=replace(layout, **data)), False  # type: ignore[arg-type]
-    axes = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), AUTO)
-    yield replace(fewer, layout=replace(wanted, stage_layers=None, **axes)), True  # type: ignore[arg-type]

@@ -6,12 +6,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainspec_cli.balance.disturbance import Disturbance, build_disturbance, check_cluster
 from trainspec_cli.core.errors import Problem, RecipeError, closest
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import exists, expand
+from trainspec_cli.planner.fewer import plan_fewer
 from trainspec_cli.planner.hardware.cluster import describe_fabric
+from trainspec_cli.planner.run import forecast
 from trainspec_cli.planner.search.space import one_group
 from trainspec_cli.recipe.compose.folders import (
     COMMAND_LINE,
@@ -26,7 +29,11 @@ from trainspec_cli.recipe.json_schema import plain_schema
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.forecast import Simulation
-from trainspec_cli.recipe.results.plan import Candidate
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
+from trainspec_cli.run.recovery.reliability import durations
+
+if TYPE_CHECKING:
+    from trainspec_cli.balance.job import DisturbedJob
 
 
 @dataclass(frozen=True)
@@ -41,18 +48,36 @@ class NamedDisturbance:
         if problems:
             raise RecipeError(locate(map(_for_a_file, problems), self.origins, (), self.cwd))
 
-    def simulate(self, spec: RunSpec, candidate: Candidate, machine: Machine | None) -> Simulation:
+    def simulate(self, spec: RunSpec, plan: CapacityPlan, candidate: Candidate, machine: Machine | None) -> Simulation:
         """Simulate a planned candidate under the disturbance. Raises RecipeError, with line numbers, if the disturbance
         does not match the plan."""
         from trainspec_cli.balance.job import describe_job  # deferred: loads numpy, which other plans do not need
+        from trainspec_cli.balance.lost_nodes import NodeRules
         from trainspec_cli.balance.simulate import simulate
 
         per_node = describe_fabric(spec.cluster, machine).devices_per_node
         _, groups = one_group(spec, candidate.layout)
         nodes = spec.cluster.num_nodes
-        least = spec.resilience.min_groups
-        self.require(list(check_cluster(self.disturbance, DISTURB, nodes, per_node, groups, least)))
-        return simulate(describe_job(spec, candidate, machine), self.disturbance, self.name)
+        self.require(list(check_cluster(self.disturbance, DISTURB, nodes, per_node, groups, spec.resilience)))
+        job = describe_job(spec, candidate, machine)
+        rules = None
+        if groups == 1:
+            recovers = forecast.describe_job(spec, plan, candidate, spec.resilience)
+            reliability = spec.cluster.reliability
+
+            def job_on(nodes: int) -> DisturbedJob | None:
+                found = plan_fewer(spec, candidate.layout, nodes, machine)
+                return describe_job(*found, machine) if found else None
+
+            rules = NodeRules(
+                spec.resilience,
+                reliability.spare_nodes or 0,
+                job_on,
+                durations(reliability, recovers.state_bytes_per_device, recovers.load_s),
+                max(1, round(recovers.interval_s / recovers.step_time_s)),
+                spec.train.max_steps,
+            )
+        return simulate(job, self.disturbance, self.name, rules)
 
 
 def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> NamedDisturbance | None:

@@ -96,7 +96,7 @@ def plan_loaded(
     best = capacity.best
     if best is None:
         capacity = replace(capacity, advice=tuple(advise(spec, machine)))
-    run = forecast_run(spec, capacity, best, plan_other_recovery(spec, machine)) if best else None
+    run = forecast_run(spec, capacity, best, plan_other_recovery(spec, machine), machine) if best else None
     blueprint = None
     if best and capacity.world_size > 1:
         setup = setup_of(best, spec, machine)
@@ -109,7 +109,7 @@ def plan_loaded(
         defaults=defaults,
         planes=plan_planes(spec.cluster, capacity.world_size) if spec.cluster.fabric.planes else None,
         sections=_sections(spec, capacity, best) if best else (),
-        simulation=disturbed.simulate(spec, best, machine) if disturbed and best else None,
+        simulation=disturbed.simulate(spec, capacity, best, machine) if disturbed and best else None,
         trace=_trace(spec, capacity) if trace and capacity.candidates else None,
         profile=profile,
     )

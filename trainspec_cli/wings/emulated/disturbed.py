@@ -57,6 +57,14 @@ def check_faults(planned: PlanToRehearse, ranks: Sequence[int], *, disturbed: bo
     return faults
 
 
+def check_leaves(planned: PlanToRehearse, disturbed: NamedDisturbance | None) -> None:
+    """Raise RecipeError if the run would continue on other nodes, because only the planned layout is rehearsed."""
+    if disturbed and disturbed.disturbance.leaves and planned.plan.replica_groups == 1:
+        message = "a run with one replica group continues on other nodes, which a rehearsal does not have"
+        hint = "use fault='lose_node(step=40,rank=0)' instead"
+        raise RecipeError(Problem("unsupported", message, "disturb", hint))
+
+
 def describe(fault: Fault) -> str:
     """Return the fault as text, such as `slow(step=60,seconds=0.2,steps=5)`, without arguments that have their default
     values."""
@@ -169,9 +177,10 @@ def _cost_of_failure(fault: Fault, planned: PlanToRehearse, done: Rehearsal, ste
     timed = replace(planned.candidate, step_time_s=step.step_s, sized_steps=())
     resilience = forecast.recovery_modes(spec.resilience, timed.layout.dp_replicate)[0]
     job = forecast.describe_job(spec, planned.capacity, timed, resilience, done.checkpoint_bytes)
+    # On fewer nodes, assume the planned change of speed, because only this number of nodes has been rehearsed.
+    planned_job = forecast.describe_job(spec, planned.capacity, planned.candidate, resilience)
+    job = replace(job, speed_on=planned_job.speed_on)
     cluster = spec.cluster.reliability
-    if fault.kind not in ("lose_node", "lose_link"):
-        cluster = replace(cluster, swap_s=0.0, spare_nodes=None)  # the lost rank's node is still available
     if fault.kind in ("stop", "hang"):
         floor_s = spec.resilience.hang_floor_s
         steps_s = [step.step_s] * LEARNING_STEPS
@@ -184,12 +193,15 @@ def _cost_of_failure(fault: Fault, planned: PlanToRehearse, done: Rehearsal, ste
         lost_s = work_s - checkpoints * job.interval_s
         return replace(_as_cost(fault, planned, lost_s), wall_s=None, lost_steps=lost_s / step.step_s)
     usual = goodput.simulate(job, cluster, resilience, failures=())
-    failed = goodput.simulate(job, cluster, resilience, failures=((at_s, fault.group),))
+    node = (fault.group * planned.plan.group_size + fault.rank) // planned.plan.devices_per_node
+    loses_node = fault.kind in ("lose_node", "lose_link")
+    failure = goodput.FailureAt(at_s, node, None if loses_node else fault.group)
+    failed = goodput.simulate(job, cluster, resilience, failures=(failure,))
     parts_s = {cause: lost - usual.lost_s.get(cause, 0.0) for cause, lost in failed.lost_s.items()}
     return replace(
         _as_cost(fault, planned, failed.wall_s - usual.wall_s),
         lost_steps=parts_s.get("rework", 0.0) / step.step_s,
-        pause_s=parts_s.get("restart", 0.0) or cluster.shrink_stall_s,
+        pause_s=failed.pause_s,
         parts_s={cause: lost for cause, lost in parts_s.items() if lost},
     )
 

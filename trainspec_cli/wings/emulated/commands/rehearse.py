@@ -16,7 +16,7 @@ from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.reporter.plan.sections import describe_won_back, render_simulation
 from trainspec_cli.session.planning.disturbance import load_disturbance
-from trainspec_cli.wings.emulated.disturbed import add_costs, check_faults
+from trainspec_cli.wings.emulated.disturbed import add_costs, check_faults, check_leaves
 from trainspec_cli.wings.emulated.planned import PART_NAMES, Rehearsal, RehearsedStep, plan_to_rehearse, rehearse_ranks
 from trainspec_cli.wings.emulated.rehearsal import read_ranks
 from trainspec_cli.wings.emulated.trace import trace_rehearsal, without_slices
@@ -65,6 +65,7 @@ def rehearse(
     planned = plan_to_rehearse(arguments, memory_gib)
     numbers = read_ranks(ranks, planned.plan, planned.kinds)
     disturbed = load_disturbance(arguments)
+    check_leaves(planned, disturbed)
     faults = check_faults(planned, numbers, disturbed=disturbed is not None)
     with PrintableConsole(stderr=True).status("") as status:
         done = rehearse_ranks(planned, numbers, steps, lambda rank: status.update(f"rehearsing rank {rank}"))
