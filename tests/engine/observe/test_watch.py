@@ -22,6 +22,7 @@ from trainspec_cli.run.folder.event_types.events import HangEvent, StallEvent, W
 from trainspec_cli.run.folder.events import EventWriter, read_events
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import WorkerErrorRecord, read_error
+from trainspec_cli.run.recovery.collectives import read_recorder
 
 WORKER = Path(__file__).parent / "hanging_worker.py"
 
@@ -326,7 +327,7 @@ def recorded(group, number, created, **changes):
     ],
 )
 def test_a_rank_waits_where_its_device_has_not_finished_a_collective(monkeypatch, entries, waiting, waits_in):
-    monkeypatch.setattr(watch, "recorded_collectives", lambda: entries)
+    monkeypatch.setattr(watch, "recorded_collectives", lambda line: read_recorder({"entries": entries}))
     found = watch.whereabouts(threading.get_ident())
     assert (found.waiting, found.waits_in) == (waiting, waits_in)
     assert found.collectives == {"0/dp": 4, "0/tp": 9}

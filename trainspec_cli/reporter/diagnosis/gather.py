@@ -164,7 +164,8 @@ class RankHistory:
             self.is_hung = False
         elif isinstance(event, HangEvent):
             self.stall = StallEvent(
-                time=event.time,
+                # The other ranks have had time to report since the stall, so the verdict on it holds.
+                time=self.stall.time if self.stall else event.time,
                 step=event.step,
                 waited_s=event.waited_s,
                 usual_s=self.stall.usual_s if self.stall else 0.0,  # the event does not state a usual step time
@@ -173,6 +174,9 @@ class RankHistory:
                 waits_in=event.waits_in,
                 collectives=event.collectives,
                 stack=event.stack,
+                entered=event.entered,
+                late=event.late,
+                why=event.why,
             )
             self.is_hung = True
         elif isinstance(event, StartEvent):

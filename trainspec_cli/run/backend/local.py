@@ -26,7 +26,7 @@ from trainspec_cli.run.backend import guard, processes
 from trainspec_cli.run.backend.family import Family, start, start_guard
 from trainspec_cli.run.backend.hub import Hub
 from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, RunningStart, poll_starts
-from trainspec_cli.run.channel.messages import GroupExited, ProcessMessage, WorkerExited, WorkersOrphaned
+from trainspec_cli.run.channel.messages import GroupExited, HangFound, ProcessMessage, WorkerExited, WorkersOrphaned
 from trainspec_cli.run.failure import describe_exit, find_listed
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import create_secret, note_stop
@@ -170,7 +170,7 @@ class NodeProcesses:
         if group in self._starts:
             self._starts[group].kill()
 
-    def record_hang(self, late: tuple[int, ...]) -> None:
+    def record_hang(self, hang: HangFound) -> None:
         """Do nothing, because the engine's workers have already recorded their position in the run folder."""
 
     def close(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.records import Count, Seconds, canonical_json, from_plain, to_plain
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.recipe.results.plan import LayoutProposal
-from trainspec_cli.recipe.results.verdict import LookOrder, MeasuredLink
+from trainspec_cli.recipe.results.verdict import Collective, LookOrder, MeasuredLink
 
 KIND = "kind"
 """The JSON key for the name of the message's class."""
@@ -108,6 +108,8 @@ class RankStands:
     stopped: bool
     """True if it was stopped by SIGSTOP."""
     ended: bool
+    collectives: tuple[Collective, ...] = ()
+    """The newest collectives of each process group, if the rank could be asked for its flight recorder."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ class NodeStands:
     waited_s: float
     deadline_s: float
     ranks: tuple[RankStands, ...]
+    is_over: bool = True
+    """False if this is only a suspicion, long before the time limit."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,9 @@ class HangFound:
 
     late: tuple[int, ...]
     """The ranks that all other ranks are waiting for."""
+    why: str
+    is_over: bool
+    """Same as in NodeStands."""
 
 
 @dataclass(frozen=True)

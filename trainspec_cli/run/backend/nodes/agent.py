@@ -190,7 +190,7 @@ class Agent:
                         else:  # this agent has reconnected, so the start may be unknown here
                             self._wire.send(messages.GroupExited(message.group, message.number, None))
                     elif isinstance(message, messages.HangFound):
-                        running.record_hang(message.late)
+                        running.record_hang(message)
                     elif isinstance(message, messages.StopWorkers) and message.group is not None:
                         running.stop(message.group)
                     elif isinstance(message, messages.StopWorkers):

@@ -125,13 +125,13 @@ class RunningNode(Protocol):
 
     def kill(self, group: int) -> None: ...
 
-    def record_hang(self, late: tuple[int, ...]) -> None:
-        """Record where in the code this node's ranks are, because the run is waiting for the ranks `late`."""
+    def record_hang(self, hang: messages.HangFound) -> None:
+        """Record where in the code this node's ranks are, because the run hangs or may be hanging."""
 
     def close(self) -> tuple[int, ...]: ...
 
 
-NameHang = Callable[[tuple[int, ...]], None]
+NameHang = Callable[[messages.HangFound], None]
 """Makes the nodes of a job record where in the code their ranks are."""
 
 
@@ -339,8 +339,8 @@ class NodesBackend:
     def _nodes_of(self, group: int) -> range:
         return self._plan.nodes_of_group(group) if self._plan else range(self._num_nodes)
 
-    def _name_hang(self, late: tuple[int, ...]) -> None:
-        self._hub.send(messages.HangFound(late))
+    def _name_hang(self, hang: messages.HangFound) -> None:
+        self._hub.send(hang)
 
     def _starts_on(self, node: RemoteNode) -> list[RunningStart]:
         return [start for start in self._starts.values() if node.node in self._nodes_of(start.group)]

@@ -29,7 +29,7 @@ from trainspec_cli.recipe.records import (
     read_record,
 )
 from trainspec_cli.recipe.results.tables import MemorySetting
-from trainspec_cli.recipe.results.verdict import Look, RunVerdict
+from trainspec_cli.recipe.results.verdict import Collective, Look, RunVerdict
 
 PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "checkpoint", "other")
 """The parts of a step's time, which sum to `step_time_s`."""
@@ -434,6 +434,12 @@ class LateStepEvent(Event):
     collectives: dict[str, int]
     """Number of collectives that this rank has entered, for each process group."""
     stack: str
+    entered: tuple[Collective, ...] = ()
+    """The newest collectives of each process group, if a flight recorder is on."""
+    late: tuple[Count, ...] | Absent = ABSENT
+    """For a user command: the ranks that the run waits for, as found when the hang was reported."""
+    why: str | Absent = ABSENT
+    """For a user command: why the run waits for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -443,6 +449,9 @@ class StallEvent(LateStepEvent):
     type: Literal["stall"] = "stall"
     usual_s: Seconds
     """Duration of the slowest previous step."""
+    early: bool = False
+    """True if the step may still take longer, but a collective has not ended for a while. Only collectives that can
+    never end, because the ranks have called different ones, then count as a hang."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
