@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,8 +20,10 @@ from trainspec_cli.run.folder.events import tail_events
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import NodeErrorRecord, WorkerErrorRecord, read_error
 from trainspec_cli.run.job.job import LOOPBACK, Job
+from trainspec_cli.run.recovery.run_state import HostFault
 
 LOG_TAIL_LINES = 30
+SHOWN_FAULTS = 2
 MAX_LOG_BYTES = 2**20
 """Number of bytes read from the end of a log."""
 
@@ -272,6 +274,14 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
     if any(isinstance(event, EndEvent) for event in list(tail_events(job.run.events(0)))[-1:]):
         return Explanation("the workers were ended by a signal, but no stop of the run was requested")
     return Explanation("the workers ended without writing a result")
+
+
+def with_faults(headline: str, faults: Sequence[HostFault]) -> str:
+    """Add to a headline what the nodes say about the failure. Their own faults explain it better than messages about
+    the program, which are only shown if there are no others."""
+    of_machines = [one for one in faults if one.fault.is_of_machine] or faults
+    said = "; ".join(f"{one.hostname} reports: {one.fault.text}" for one in of_machines[:SHOWN_FAULTS])
+    return f"{headline}; {said}" if said else headline
 
 
 def _sentence(who: str, failure: WorkerFailure) -> str:

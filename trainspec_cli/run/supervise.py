@@ -26,6 +26,7 @@ from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.core.printable import format_duration, label_node
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.records import ABSENT
+from trainspec_cli.recipe.results.doctor import NodeFault
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend import OpenBackend, RunBackend
 from trainspec_cli.run.backend.observe import newest_checkpoint, newest_step
@@ -38,6 +39,7 @@ from trainspec_cli.run.folder.event_types.events import (
     FailureMark,
     LaunchMark,
     MemoryEvent,
+    NodeFaultEvent,
     NodeReason,
     NodesAchievedEvent,
     NodesEvent,
@@ -50,6 +52,7 @@ from trainspec_cli.run.folder.record import NodeErrorRecord, write_error
 from trainspec_cli.run.job.folder import write_other_nodes
 from trainspec_cli.run.job.job import Job, ranks_of, start_folder, torchrun_command
 from trainspec_cli.run.recovery import recovery, run_state
+from trainspec_cli.run.recovery.reliability import repeated_faults
 from trainspec_cli.run.recovery.run_state import NodeChange, NodeLost, NodeReturned, NodeSlow, NodeUnfit
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 
@@ -525,6 +528,7 @@ class Supervisor:
         return self.state.exit_code if self.state.is_alone else 0
 
     def _handle(self, event: run_state.Event) -> None:
+        self._note_faults(event)
         if isinstance(event, (run_state.NodeLost, run_state.NodeUnfit)):
             self._losses[event.node] = event
         elif isinstance(event, run_state.NodeBack):
@@ -538,6 +542,23 @@ class Supervisor:
         self.state, actions = recovery.next_action(self.state, event)
         for action in actions:
             self._apply(action)
+
+    def _note_faults(self, event: run_state.Event) -> None:
+        """Record what is known about the nodes of a failure, once for each node and cause."""
+        found: list[tuple[str, NodeFault]] = []
+        if isinstance(event, run_state.NodeLost) and event.hostname:
+            found = [(event.hostname, NodeFault("lost", event.hostname, event.why))]
+        elif isinstance(event, run_state.GroupEnded) and not event.done:
+            found = list({(one.hostname, one.fault.cause): (one.hostname, one.fault) for one in event.faults}.values())
+        for host, fault in found:
+            assert self._marks is not None, "a generation is open"
+            self._marks.write(NodeFaultEvent(host=host, fault=fault))
+            known = repeated_faults(read_sound(self._job.run.supervisor_events)).get(host)
+            if known and known[0] == fault.cause and self._job.nodes:
+                self._report(
+                    f"{host} has failed {known[1]} times for the same cause ({fault.text}): it is examined before it "
+                    "is used again"
+                )
 
     def _apply(self, action: run_state.Action) -> None:
         backend = self._backend

@@ -11,6 +11,7 @@ from lab.events import LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY
 
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.records import ABSENT, FieldError, to_plain
+from trainspec_cli.recipe.results.doctor import NodeFault
 from trainspec_cli.recipe.results.verdict import CodeLine, Collective, Look, LookOrder, OperationTime, RunVerdict
 from trainspec_cli.run.folder.event_types.events import (
     EVENT_TYPES,
@@ -34,6 +35,8 @@ from trainspec_cli.run.folder.event_types.events import (
     LinkRate,
     LinksEvent,
     LookEvent,
+    NodeCheckedEvent,
+    NodeFaultEvent,
     RecoveryEvent,
     RetryEvent,
     SampleEvent,
@@ -280,6 +283,8 @@ EVENTS: list[Event] = [
     EndEvent(step=4, status="done", weights_sha256="ab"),
     LaunchMark(),
     FailureMark(),
+    NodeFaultEvent(host="node-7", fault=NodeFault("xid", "GPU 0000:3b:00", "Xid 79, the GPU has fallen off the bus")),
+    NodeCheckedEvent(host="node-7"),
     EndedMark(exit_code=-9),
 ]
 NAMES = [event.type for event in EVENTS]

@@ -32,6 +32,7 @@ from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import create_secret, note_stop
 from trainspec_cli.run.job.job import LOOPBACK, Job, group_job
 from trainspec_cli.run.job.machine import BACKLOG, NodePlace, count_oom_kills, usable_memory_bytes
+from trainspec_cli.run.job.node_faults import FaultWatch
 from trainspec_cli.run.recovery.run_state import Event, PresenceChanged
 from trainspec_cli.run.rendezvous.address import Rendezvous
 
@@ -192,6 +193,7 @@ class _GroupProcesses:
         self._number = number
         self._passed = passed
         self._oom_kills = count_oom_kills()
+        self._fault_watch = FaultWatch()
         self._torchrun = start(job.command, job, open_output=passed.open if passed else None)
         self._workers: list[psutil.Process] = []
         self._failed = self._orphaned = self._killed = self._exited = False
@@ -217,7 +219,9 @@ class _GroupProcesses:
             self._exited = True
             if self._passed:
                 self._passed.finish()  # the group's log states why it ended
-            ended = GroupExited(self._group, self._number, self._exit_code, tuple(process.pid for process in left))
+            pids = tuple(process.pid for process in left)
+            faults = self._fault_watch.find() if self._exit_code else ()
+            ended = GroupExited(self._group, self._number, self._exit_code, pids, faults=faults)
             kills = count_oom_kills() - self._oom_kills
             yield replace(ended, oom_kills=kills, memory_bytes=usable_memory_bytes()) if kills > 0 else ended
         elif left and not self._killed and not self._orphaned:

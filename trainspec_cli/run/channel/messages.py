@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trainspec_cli.core.reading.files import parse_json
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.records import Count, Seconds, canonical_json, from_plain, to_plain
-from trainspec_cli.recipe.results.doctor import NodeReport
+from trainspec_cli.recipe.results.doctor import NodeFault, NodeReport
 from trainspec_cli.recipe.results.plan import LayoutProposal
 from trainspec_cli.recipe.results.verdict import Collective, LookOrder, MeasuredLink
 
@@ -80,6 +80,8 @@ class GroupExited:
     """Number of processes that the kernel has killed since the start because memory ran out."""
     memory_bytes: int = 0
     """Memory of the node, or the limit of its container if that is lower."""
+    faults: tuple[NodeFault, ...] = ()
+    """If the group failed: what the node's kernel, GPUs and NICs have reported since the start."""
 
 
 @dataclass(frozen=True)

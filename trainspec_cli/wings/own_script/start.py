@@ -31,7 +31,7 @@ from trainspec_cli.run.channel.messages import (
     WorkedLong,
     WorkersOrphaned,
 )
-from trainspec_cli.run.failure import WorkerFailure, explain
+from trainspec_cli.run.failure import WorkerFailure, explain, with_faults
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.event_types.events import HangEvent, StallEvent
 from trainspec_cli.run.folder.generations import note_stop
@@ -81,8 +81,8 @@ class OwnStart:
         self._made = 0
         self._running = set(nodes)
         self._stepping: set[int] = set()
-        self._exits: list[GroupExited] = []
-        """Reports of nodes that have ended, in order of arrival."""
+        self._exits: list[tuple[str, GroupExited]] = []
+        """Hostnames and reports of nodes that have ended, in order of arrival."""
         self._quiet: dict[int, NodeStands | NodeSilent] = {}
         self._lost: WorkerFailure | None = None
         self._hung = self._worked_long = False
@@ -113,7 +113,7 @@ class OwnStart:
             self._running.discard(node)
             self._stepping.discard(node)
             self._quiet.pop(node, None)
-            self._exits.append(message)
+            self._exits.append((hostname, message))
             return [run_state.WorkerFailed(GROUP)] if message.exit_code and self._running else []
         return [run_state.Orphaned(GROUP) if isinstance(message, WorkersOrphaned) else run_state.WorkerFailed(GROUP)]
 
@@ -189,8 +189,8 @@ class OwnStart:
 
     def _end(self) -> run_state.GroupEnded:
         # The first failure counts. Later ones are most likely its consequences.
-        failed = [exited.exit_code for exited in self._exits if exited.exit_code]
-        was_ended = self._lost is not None or any(exited.exit_code is None for exited in self._exits)
+        failed = [exited.exit_code for _, exited in self._exits if exited.exit_code]
+        was_ended = self._lost is not None or any(exited.exit_code is None for _, exited in self._exits)
         exit_code = failed[0] if failed else None if was_ended else 0
         failures = find_own_failures(self._job)
         if self._lost is not None:
@@ -202,21 +202,23 @@ class OwnStart:
             lost = self._lost is not None
             explanation = explain(failures) if lost else explain_own_end(self._job, exit_code, failures)
         headline = explanation.headline if explanation else ""
-        if killed and any(exited.oom_kills for exited in self._exits):
+        if killed and any(exited.oom_kills for _, exited in self._exits):
             headline = f"{headline}: the kernel killed it, because the host had run out of memory"
+        faults = tuple(run_state.HostFault(host, fault) for host, exited in self._exits for fault in exited.faults)
         return run_state.GroupEnded(
             group=GROUP,
             done=done,
-            headline=headline,
+            headline=with_faults(headline, faults),
             exit_code=exit_code,
             own_error=any(failure.self_reported for failure in failures),
             foreseen=self._lost is not None,
             from_outside=killed and not self._hung,
             checkpoint_step=self._made_before + self._made,
             has_worked=self._worked_long and not self._made,
-            left_behind=tuple(pid for exited in self._exits for pid in exited.left_behind),
+            left_behind=tuple(pid for _, exited in self._exits for pid in exited.left_behind),
             cause=explanation.cause if explanation else "",
             reached_step=newest_step(self._job.run),
+            faults=faults,
         )
 
 

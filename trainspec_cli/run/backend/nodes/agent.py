@@ -172,7 +172,8 @@ class Agent:
             return CUT_OFF
         if self._plan and (problems := check_machine(self._plan.spec, self._machine)):
             raise MachineError(problems)
-        if self._record.examine:
+        suspects = self._record.suspects
+        if self._record.examine and (not suspects or node_name() in suspects):
             self._examine()
         job = self._kind.build_job(self._part)
         processes.kill(job.launch_id)  # processes left by an agent that was killed on this node

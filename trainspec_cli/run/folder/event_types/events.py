@@ -28,6 +28,7 @@ from trainspec_cli.recipe.records import (
     from_plain,
     read_record,
 )
+from trainspec_cli.recipe.results.doctor import NodeFault
 from trainspec_cli.recipe.results.tables import MemorySetting
 from trainspec_cli.recipe.results.verdict import Collective, Look, RunVerdict
 
@@ -264,6 +265,23 @@ class FailureMark(Event):
     """The supervisor has noticed a failure."""
 
     type: Literal["failure"] = "failure"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFaultEvent(Event):
+    """A node has failed, and this is what it, or the loss of its connection, says about the cause."""
+
+    type: Literal["node_fault"] = "node_fault"
+    host: str
+    fault: NodeFault
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeCheckedEvent(Event):
+    """A node that had failed repeatedly was examined, and nothing was found."""
+
+    type: Literal["node_checked"] = "node_checked"
+    host: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -692,6 +710,8 @@ EVENT_TYPES: dict[str, type[Event]] = {
     "end": EndEvent,
     "launch": LaunchMark,
     "failure": FailureMark,
+    "node_fault": NodeFaultEvent,
+    "node_checked": NodeCheckedEvent,
     "ended": EndedMark,
 }
 ONE_OF = {
