@@ -254,7 +254,8 @@ def whereabouts(thread: int) -> StackPosition:
     entered = recorded_collectives(f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else "")
     of_device = [one for one in entered if not one.kind.startswith("gloo:")]
     unfinished = [one for one in of_device if not one.done]
-    for_sums = any(frame.filename == background.__file__ for frame in frames)
+    # The outer frames of a forked worker are in the same file.
+    for_sums = any(frame.filename == background.__file__ and frame.name == WAITS_FOR_SUMS for frame in frames)
     waiting = bool(unfinished) or for_sums or is_in_exchange([frame.filename for frame in frames])
     stack = "".join(traceback.format_list(frames[-STACK_FRAMES:]))
     waits_in = None
@@ -271,6 +272,7 @@ def whereabouts(thread: int) -> StackPosition:
     return StackPosition(waiting, waits_in, {one.group: one.number for one in entered}, stack, tuple(entered))
 
 
+WAITS_FOR_SUMS = background.Background.wait.__name__
 DATA = "its data"
 """The value of `waits_in` while a rank waits for its next batch."""
 _LOADER = str(Path(background.__file__).parents[1] / "data" / "loader.py")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 
@@ -160,7 +160,10 @@ class RankHistory:
         elif isinstance(event, UsageEvent):
             self.usage.append(event)
         elif isinstance(event, StallEvent):
-            self.stall = event
+            # The other ranks have had time to report since the first report of the same kind.
+            known = self.stall
+            is_repeated = known is not None and (known.step, known.early) == (event.step, event.early)
+            self.stall = replace(event, time=known.time) if known and is_repeated else event
             self.is_hung = False
         elif isinstance(event, HangEvent):
             self.stall = StallEvent(

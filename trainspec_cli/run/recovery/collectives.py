@@ -29,7 +29,7 @@ def read_recorder(dump: Mapping[str, Any], is_library: Callable[[str], bool] = l
     counts = Counter[str]()
     entries = [entry for entry in dump.get("entries", ()) if not entry.get("is_p2p")]
     for entry in sorted(entries, key=lambda entry: -entry["time_created_ns"]):
-        group = "/".join(map(str, entry["process_group"]))
+        group = "/".join(str(name) for name in entry["process_group"] if name != "undefined")
         counts[group] += 1
         if counts[group] > NEWEST:
             continue
