@@ -114,8 +114,11 @@ def find_missing(called: Mapping[int, Iterable[Collective]], ranks: Iterable[int
     for rank in missing & called.keys():
         for one in called[rank]:
             newest[one.group] = max(newest.get(one.group, 0), one.number)
-    for rank, collectives in sorted(called.items()):
-        for one in collectives:
-            if rank not in missing and not one.done and one.number > newest.get(one.group, one.number):
-                return one
-    return None
+    waited_for = [
+        one
+        for rank, collectives in sorted(called.items())
+        for one in collectives
+        if rank not in missing and not one.done and one.number > newest.get(one.group, one.number)
+    ]
+    # The host waits for the device, so a collective of the device is the one to name.
+    return min(waited_for, key=lambda one: one.kind.startswith("gloo:"), default=None)

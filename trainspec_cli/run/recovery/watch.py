@@ -65,7 +65,7 @@ class Whereabouts:
 
     @classmethod
     def of(cls, event: LateStepEvent) -> Whereabouts:
-        return cls(event.waiting, event.collectives, event.entered, innermost_line(event.stack))
+        return cls(event.waiting, event.collectives, event.entered, innermost_line(event.stack).rpartition("/")[2])
 
 
 def find_late(found: Mapping[int, Whereabouts], world_size: int) -> tuple[list[int], str]:

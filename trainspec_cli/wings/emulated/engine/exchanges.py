@@ -198,7 +198,7 @@ def read_collectives() -> list[Collective]:
     for communicator in _communicators.values():
         group = f"{communicator.group.group_name}/{communicator.group.group_desc}"
         for one in list(communicator.newest):
-            line = one.arrival.text.rpartition(" at ")[2]
+            line = Path(one.arrival.text.rpartition(" at ")[2]).name
             found.append(Collective(group=group, number=one.number, kind=one.arrival.agreed, done=one.done, line=line))
     return found
 
