@@ -44,7 +44,6 @@ from trainspec_cli.run.recovery.recovery import RESTART_WINDOW_S
 from trainspec_cli.run.recovery.run_state import (
     Begun,
     Event,
-    GroupEnded,
     HostFault,
     NodeBack,
     NodeLost,
@@ -335,11 +334,11 @@ def test_a_node_that_fails_twice_for_one_cause_is_written_down_and_reported(tmp_
     run = Run(tmp_path, with_resilience(replace(make_plan(), num_nodes=2)))
     run.job = replace(run.job, nodes=(0, 1))
     faults = (HostFault("b", NodeFault("xid", "GPU 3", "Xid 79")), HostFault("b", NodeFault("program", "GPU 3", "31")))
-    failed = {"headline": "rank 3 failed", "from_outside": True, "checkpoint_step": 5, "faults": faults}
+    run.world.checkpoint = 5
     run.script = [
-        run.happen(GroupEnded(0, done=False, **failed)),
-        run.happen(GroupEnded(0, done=False, **{**failed, "checkpoint_step": 6})),
-        run.happen(GroupEnded(0, done=True)),
+        lambda: run.world.end(0, from_outside=True, faults=faults),
+        lambda: run.world.end(0, from_outside=True, faults=faults),
+        lambda: run.world.end(0, done=True),
     ]
     run()
     noted = [one for one in read_log(run.job.run.supervisor_events) if isinstance(one, NodeFaultEvent)]

@@ -55,6 +55,7 @@ from trainspec_cli.run.recovery import recovery, run_state
 from trainspec_cli.run.recovery.reliability import repeated_faults
 from trainspec_cli.run.recovery.run_state import NodeChange, NodeLost, NodeReturned, NodeSlow, NodeUnfit
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
+from trainspec_cli.run.slurm.commands import why_down
 
 # Select the nodes of a run's starts. A node without which the run would be faster is found by the speeds that its
 # workers report (the decision itself is made in `balance.decisions.shares`); `run.recovery` acts on that and on losses.
@@ -617,10 +618,11 @@ class Supervisor:
                     if run.node_error(node).exists() or Fence(run, self._generation).is_closed():
                         continue
                     lost = isinstance(event, run_state.NodeLost)
+                    slurms = why_down(event.hostname) if lost else ""
                     record = NodeErrorRecord(
                         node=node,
                         host=event.hostname,
-                        message=event.why,
+                        message=f"{event.why}; Slurm reports: {slurms}" if slurms else event.why,
                         lost=lost,
                         time=time.time(),
                         hint="" if isinstance(event, run_state.NodeLost) else event.hint,
