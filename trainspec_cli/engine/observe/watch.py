@@ -39,6 +39,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import WorkerErrorRecord, write_error
 from trainspec_cli.run.recovery.collectives import read_recorder, with_line
 from trainspec_cli.run.recovery.watch import (
+    CHECKPOINT,
     NOTE_S,
     READING_THREAD,
     STANDING_S,
@@ -269,12 +270,15 @@ def whereabouts(thread: int) -> StackPosition:
         waits_in = (unfinished or [one for one in entered if not one.done] or entered)[-1].text
     if for_sums:
         waits_in = "sums of gradients"
+    if any(frame.filename == _CHECKPOINTS for frame in frames):
+        waits_in = CHECKPOINT
     return StackPosition(waiting, waits_in, {one.group: one.number for one in entered}, stack, tuple(entered))
 
 
 WAITS_FOR_SUMS = background.Background.wait.__name__
 DATA = "its data"
 """The value of `waits_in` while a rank waits for its next batch."""
+_CHECKPOINTS = str(Path(background.__file__).parents[1] / "run" / "checkpoints.py")
 _LOADER = str(Path(background.__file__).parents[1] / "data" / "loader.py")
 """The file whose function `take` waits for the thread that reads batches."""
 

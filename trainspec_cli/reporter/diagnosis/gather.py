@@ -40,6 +40,8 @@ from trainspec_cli.run.folder.events import EventTail, read_sound
 from trainspec_cli.run.folder.files import StepColumns, read_versioned
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import has_plan
+from trainspec_cli.run.recovery.collectives import find_mismatch
+from trainspec_cli.run.recovery.watch import CHECKPOINT
 
 SILENT_S = 1.5
 """A rank that has not reported a stall within this many seconds of the first report is considered silent."""
@@ -310,6 +312,14 @@ class RunReader:
             # Without a plan, each node determines the hanging step from its own ranks only.
             and (history.stall.step > last or (history.is_hung and not self.shape.has_plan))
         }
+        # A checkpoint may take much longer than a step, unless the time limit of the step is over.
+        is_saving = any(stall.waits_in == CHECKPOINT for stall in found.values())
+        if (
+            is_saving
+            and not any(history.is_hung for history in self.histories)
+            and not find_mismatch({rank: stall.entered for rank, stall in found.items()})
+        ):
+            found = {}
         if now is not None and any(now - stall.time < SILENT_S for stall in found.values()):
             stalls = {}
         elif not found and now is None:

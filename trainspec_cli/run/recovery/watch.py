@@ -28,6 +28,8 @@ FIRST_S = 1800.0
 compilation)."""
 READING_THREAD = "loader"
 """Name prefix of the threads that read batches, so that a hang can be attributed to them."""
+CHECKPOINT = "its checkpoint"
+"""The value of `waits_in` while a rank writes a checkpoint, or waits for other ranks to write theirs."""
 NOTE_S = 120.0
 """If the first step takes this many seconds, it is reported together with what it is waiting for, long before its
 limit."""
