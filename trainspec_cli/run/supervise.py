@@ -33,6 +33,7 @@ from trainspec_cli.run.backend.observe import newest_checkpoint, newest_step
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.channel.messages import ExpectGroups, SpeedsReport
 from trainspec_cli.run.channel.worker import WorkerMail
+from trainspec_cli.run.folder.accounting import read_node_failures
 from trainspec_cli.run.folder.event_types.events import (
     EndedMark,
     Event,
@@ -554,7 +555,7 @@ class Supervisor:
         for host, fault in found:
             assert self._marks is not None, "a generation is open"
             self._marks.write(NodeFaultEvent(host=host, fault=fault))
-            known = repeated_faults(read_sound(self._job.run.supervisor_events)).get(host)
+            known = repeated_faults(read_node_failures(self._job.run)).get(host)
             if known and known[0] == fault.cause and self._job.nodes:
                 self._report(
                     f"{host} has failed {known[1]} times for the same cause ({fault.text}): it is examined before it "

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from trainspec_cli.recipe.results.doctor import FaultCause, NodeFault
-from trainspec_cli.run.folder.event_types.events import NodeCheckedEvent, NodeFaultEvent
 from trainspec_cli.run.recovery.reliability import repeated_faults
 
 
-def failed(host: str, cause: FaultCause) -> NodeFaultEvent:
-    return NodeFaultEvent(host=host, fault=NodeFault(cause, "GPU 3", "words"))
+def failed(host: str, cause: FaultCause) -> tuple[str, NodeFault]:
+    return host, NodeFault(cause, "GPU 3", "words")
 
 
 def test_a_node_that_failed_twice_for_one_cause_is_named():
@@ -21,6 +20,6 @@ def test_what_the_program_may_have_caused_does_not_count():
 
 
 def test_a_node_that_has_passed_its_check_may_fail_twice_again():
-    events = [failed("a", "lost"), failed("a", "lost"), NodeCheckedEvent(host="a"), failed("a", "lost")]
+    events = [failed("a", "lost"), failed("a", "lost"), ("a", None), failed("a", "lost")]
     assert repeated_faults(events) == {}
     assert repeated_faults([*events, failed("a", "lost")]) == {"a": ("lost", 2)}

@@ -46,6 +46,7 @@ from trainspec_cli.run.recovery.watch import (
     Whereabouts,
     find_late,
     innermost_line,
+    short_line,
     stall_after_s,
     step_deadline_s,
 )
@@ -275,6 +276,8 @@ def whereabouts(thread: int) -> StackPosition:
     return StackPosition(waiting, waits_in, {one.group: one.number for one in entered}, stack, tuple(entered))
 
 
+NCCL_DUMP = "_dump_nccl_trace"
+"""A function of torch's builds for GPUs."""
 WAITS_FOR_SUMS = background.Background.wait.__name__
 DATA = "its data"
 """The value of `waits_in` while a rank waits for its next batch."""
@@ -305,7 +308,7 @@ def recorded_collectives(line: str = "") -> list[Collective]:
     than a second of processor time at first."""
     found = list(_recorded(only_unfinished=False))
     if any(not one.kind.startswith("gloo:") for one in found):
-        dump = torch._C._distributed_c10d._dump_nccl_trace  # type: ignore[attr-defined]
+        dump = getattr(torch._C._distributed_c10d, NCCL_DUMP)  # type: ignore[attr-defined]
         found = [one for one in found if one.kind.startswith("gloo:")]
         found += read_recorder(pickle.loads(dump(True, True, False)), is_library)  # pickled in this process
     return with_line(found, line) + device_collectives()
@@ -315,7 +318,10 @@ def describe(
     reports: dict[int, HangEvent], world_size: int, step: int, waited_s: float, deadline_s: float
 ) -> tuple[str, str]:
     """Return (a description of what happened, every rank's stack)."""
-    places = {rank: Whereabouts.of(event) for rank, event in reports.items()}
+    places = {
+        rank: Whereabouts(event.waiting, event.collectives, event.entered, short_line(event.stack))
+        for rank, event in reports.items()
+    }
     late, why = find_late(places, world_size)
     waits_in = next((event.waits_in for rank, event in reports.items() if rank not in late and event.waits_in), None)
     who = f"rank {', '.join(map(str, late))} is late: {why}" if late else why

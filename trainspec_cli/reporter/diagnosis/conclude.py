@@ -39,7 +39,7 @@ from trainspec_cli.reporter.diagnosis.series import (
     verdict_of,
 )
 from trainspec_cli.run.recovery.collectives import find_mismatch
-from trainspec_cli.run.recovery.watch import Whereabouts, find_late
+from trainspec_cli.run.recovery.watch import Whereabouts, find_late, short_line
 
 # Periods when all ranks are slower than usual, because of other tenants or a quota on the node.
 
@@ -549,7 +549,13 @@ def _late_of(evidence: RunEvidence) -> tuple[list[int], str]:
     when the hang was detected, from more information than the events contain: the culprit is not marked as `waiting`,
     even if it is also in a collective."""
     if evidence.parts_are_known:
-        return find_late({rank: Whereabouts.of(stall) for rank, stall in evidence.stalls.items()}, evidence.ranks)
+        return find_late(
+            {
+                rank: Whereabouts(stall.waiting, stall.collectives, stall.entered, short_line(stall.stack))
+                for rank, stall in evidence.stalls.items()
+            },
+            evidence.ranks,
+        )
     for stall in evidence.stalls.values():
         if not isinstance(stall.late, Absent) and not isinstance(stall.why, Absent):
             return ([] if len(stall.late) == evidence.ranks > 1 else list(stall.late)), stall.why

@@ -10,7 +10,6 @@ from itertools import pairwise
 from statistics import median
 
 from trainspec_cli.recipe.results.verdict import Collective
-from trainspec_cli.run.folder.event_types.events import LateStepEvent
 from trainspec_cli.run.recovery.collectives import find_mismatch, find_missing
 
 SLOWER = 5.0
@@ -65,10 +64,6 @@ class Whereabouts:
     line: str = ""
     """The innermost line of the rank's own code, if known."""
 
-    @classmethod
-    def of(cls, event: LateStepEvent) -> Whereabouts:
-        return cls(event.waiting, event.collectives, event.entered, innermost_line(event.stack).rpartition("/")[2])
-
 
 def find_late(found: Mapping[int, Whereabouts], world_size: int) -> tuple[list[int], str]:
     """Return the ranks that the others are waiting for, and the reason; no ranks if all wait in the same collectives,
@@ -100,6 +95,11 @@ def find_late(found: Mapping[int, Whereabouts], world_size: int) -> tuple[list[i
 def _missing(called: Mapping[int, Sequence[Collective]], ranks: Sequence[int]) -> str:
     one = find_missing(called, ranks)
     return f"; it has not called number {one.number} of group {one.group}, {one.text}" if one else ""
+
+
+def short_line(stack: str) -> str:
+    """Return the innermost line of a printed stack without the file's folder."""
+    return innermost_line(stack).rpartition("/")[2]
 
 
 def innermost_line(stack: str) -> str:

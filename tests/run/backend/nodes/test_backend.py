@@ -34,9 +34,10 @@ from trainspec_cli.run.channel.messages import (
 )
 from trainspec_cli.run.channel.wire import Wire
 from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.accounting import read_node_failures
 from trainspec_cli.run.folder.event_types.events import Event as FolderEvent
 from trainspec_cli.run.folder.event_types.events import NodeCheckedEvent, NodeFaultEvent
-from trainspec_cli.run.folder.events import EventWriter, read_sound
+from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.generations import UnplannedWork, read_secret
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.job import Job
@@ -466,7 +467,7 @@ def test_a_node_that_failed_twice_for_one_cause_is_not_used_again_unchecked(open
     assert not lab.backend._hub.nodes[1].admitted and PresenceChanged(0, "there") not in lab.events
     agents[1].send(NodeExamined(SOUND))
     lab.wait_for(PresenceChanged(0, "there"))
-    assert repeated_faults(read_sound(lab.job.run.supervisor_events)) == {}, "it may fail twice again"
+    assert repeated_faults(read_node_failures(lab.job.run)) == {}, "it may fail twice again"
 
 
 @pytest.mark.parametrize("status", ["warn", "fail"])
@@ -479,7 +480,7 @@ def test_a_node_whose_check_finds_its_fault_again_is_left_out(open_again: Callab
     assert (unfit.node, unfit.hostname, unfit.hint) == (1, "host1", "reboot it")
     assert "2 times for the same cause (xid)" in unfit.why and FALLEN.text in unfit.why
     assert lab.receive(agents[1]) == EndAgent()
-    assert repeated_faults(read_sound(lab.job.run.supervisor_events)) == {"host1": ("xid", 2)}
+    assert repeated_faults(read_node_failures(lab.job.run)) == {"host1": ("xid", 2)}
 
 
 def test_without_checks_such_a_node_is_left_out(open_again: Callable[..., Lab]) -> None:

@@ -29,8 +29,9 @@ from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, Runni
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.channel import messages
 from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.accounting import read_node_failures
 from trainspec_cli.run.folder.event_types.events import NodeCheckedEvent
-from trainspec_cli.run.folder.events import EventWriter, read_sound
+from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import Fence, GenerationRecord, UnplannedWork, create_secret
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
@@ -210,7 +211,7 @@ class NodesBackend:
         self._reach = reach
         # A node that returns, or a spare, must not end a run that works without it. But one that has failed repeatedly
         # for the same cause is not used again unchecked.
-        self._suspects = repeated_faults(read_sound(job.run.supervisor_events)) if job.survives_lost_nodes else {}
+        self._suspects = repeated_faults(read_node_failures(job.run)) if job.survives_lost_nodes else {}
         skips = job.survives_lost_nodes and job.is_restart and not self._suspects
         self._examination = None if skips else examination
         self._num_nodes = plan.num_nodes if plan else len(job.nodes)
