@@ -54,6 +54,8 @@ from trainspec_cli.run.recovery.watch import (
 Late = TypeVar("Late", bound=LateStepEvent)
 
 TICK_S = 0.25
+LOOKS_EVERY_S = 1.0
+"""How often a rank looks for collectives that do not end, which takes about a millisecond. Quick steps never do."""
 STOPPED_S = 2.0
 """If a tick is more than this many seconds late, the process or the entire machine was suspended; that time is not
 counted."""
@@ -151,7 +153,7 @@ class StepWatch(threading.Thread):
             if is_late:
                 self._stall_s = math.inf
                 self._is_late = True
-            if is_late or (waited_s > STANDING_S and self._stands_still(now)):
+            if is_late or (waited_s > LOOKS_EVERY_S and self._stands_still(now)):
                 usual_s = max(self._recent_s, default=0.0)
                 event = self._late_step(StallEvent, waited_s, usual_s=usual_s, early=not self._is_late)
                 # On a full disk, or after a newer launch, this cannot be reported. Neither can the hang, but the run
@@ -165,11 +167,10 @@ class StepWatch(threading.Thread):
                 return
 
     def _stands_still(self, now: float) -> bool:
-        """Return whether a collective that was not reported before has not ended for `STANDING_S`. Look once per
-        second."""
+        """Return whether a collective that was not reported before has not ended for `STANDING_S`."""
         if now < self._looks_at:
             return False
-        self._looks_at = now + 1.0
+        self._looks_at = now + LOOKS_EVERY_S
         unfinished = unfinished_collectives()
         self._standing_since = {one: self._standing_since.get(one, now) for one in unfinished}
         standing = {one for one, since in self._standing_since.items() if now - since >= STANDING_S}

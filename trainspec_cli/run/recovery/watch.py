@@ -18,7 +18,7 @@ STALL_SLOWER, STALL_FLOOR_S = 2.5, 2.0
 """A step is reported as stalled when it takes this many times as long as usual and at least this many seconds."""
 STALL_MARGIN_S = 8.0
 """Slow steps are reported as stalled when they take this many seconds longer than usual."""
-STANDING_S = 8.0
+STANDING_S = 6.0
 """A collective that does not end for this many seconds is reported, even if the step may take longer. If the ranks have
 called different collectives, it will never end."""
 LEARNING_STEPS = 3
