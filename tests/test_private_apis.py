@@ -27,7 +27,7 @@ PARTS: dict[str, str] = {
     "torch.UntypedStorage._cdata": "engine/tools/trace.py",
     "torch._C": (
         "engine/observe/watch.py wings/emulated/engine/allocation_log.py wings/emulated/engine/device.py "
-        "wings/emulated/engine/costs.py wings/emulated/engine/exchanges.py"
+        "wings/emulated/engine/costs.py wings/emulated/engine/exchanges.py wings/own_script/hook/sitecustomize.py"
     ),
     "torch._C._DisableTorchDispatch": "wings/emulated/engine/device.py wings/emulated/engine/costs.py",
     "torch._C._disabled_torch_function_impl": "wings/emulated/engine/device.py",
@@ -36,9 +36,13 @@ PARTS: dict[str, str] = {
     "torch._C._autograd._get_sequence_nr": "wings/emulated/engine/allocation_log.py",
     "torch._C._current_autograd_node": "wings/emulated/engine/allocation_log.py",
     "torch.autograd.graph.Node._sequence_nr": "wings/emulated/engine/allocation_log.py",
-    "torch._C._distributed_c10d": "engine/observe/watch.py wings/emulated/engine/exchanges.py",
+    "torch._C._distributed_c10d": (
+        "engine/observe/watch.py wings/emulated/engine/exchanges.py wings/own_script/hook/sitecustomize.py"
+    ),
     "torch._C._distributed_c10d.FakeWork": "engine/tools/trace.py",
-    "torch._C._distributed_c10d._dump_fr_trace_json": "engine/observe/watch.py",
+    "torch._C._distributed_c10d._dump_fr_trace_json": (
+        "engine/observe/watch.py wings/own_script/hook/sitecustomize.py"
+    ),
     "torch._C._distributed_c10d._register_process_group": "wings/emulated/engine/exchanges.py",
     "torch._C._distributed_c10d._unregister_process_group": "wings/emulated/engine/exchanges.py",
     "torch.distributed.ProcessGroup._get_backend": "wings/emulated/engine/exchanges.py",
@@ -115,6 +119,7 @@ PARTS: dict[str, str] = {
 }
 """The name -> the files that use it."""
 MAY_LACK = {
+    "_dump_nccl_trace": "engine/observe/watch.py wings/own_script/hook/sitecustomize.py",  # builds for GPUs have it
     "_last_post_reduce_events": "engine/parallel/data_parallel.py",  # since torch 2.13
     "_sleep": "engine/accelerators.py",
     "_fsdp_param_groups": "engine/parallel/data_parallel.py",  # torch 2.11 has one group

@@ -112,6 +112,32 @@ def test_a_crash_in_native_code_shows_the_end_of_the_log(job: Job) -> None:
     assert "line 10\n" not in explanation.detail
 
 
+GLOO_ABORTS = """terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 24 vs 8. \
+Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?
+Fatal Python error: Aborted
+
+Thread 0x00007f3e8a8bb740 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "/home/me/train.py", line 20 in average
+  File "/home/me/train.py", line 31 in <module>
+"""
+
+
+def test_a_rank_that_gloo_ends_for_another_collective_is_the_cause(job: Job) -> None:
+    """Its peers only lose the connection; a SIGABRT without this message is NCCL's watchdog, which ends such peers."""
+    say(job, 0, LOST, time=10.0)
+    note_exits(job, {0: 1, 1: -6})
+    log = job.logs / "workers_x" / "attempt_0" / "1" / "stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("")
+    assert order(job) == [0, 1]
+    log.write_text(GLOO_ABORTS)
+    assert order(job) == [1, 0]
+    headline = explain(find_failures(job)).headline
+    assert "24 vs 8" in headline and "train.py:20 in average" in headline
+
+
 def test_an_error_that_was_foreseen_comes_without_its_traceback(job: Job) -> None:
     for rank in (0, 1):
         say(job, rank, "not finite", time=10.0, code="not_finite", hint="lower optim.lr")

@@ -29,12 +29,13 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.training import SchedulerSpec
 from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.results.doctor import NodeFault
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 from trainspec_cli.run import supervise as module
 from trainspec_cli.run.channel.messages import ExpectGroups, SpeedsReport
 from trainspec_cli.run.folder import generations
-from trainspec_cli.run.folder.event_types.events import MemoryEvent
+from trainspec_cli.run.folder.event_types.events import MemoryEvent, NodeFaultEvent
 from trainspec_cli.run.folder.events import read_events, read_log
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import note_stop
@@ -43,6 +44,7 @@ from trainspec_cli.run.recovery.recovery import RESTART_WINDOW_S
 from trainspec_cli.run.recovery.run_state import (
     Begun,
     Event,
+    HostFault,
     NodeBack,
     NodeLost,
     NodeReturned,
@@ -326,6 +328,23 @@ def test_a_lost_node_is_written_down_and_ends_a_run_of_one_group(run: Run) -> No
         (0, "a", False, "no GPU", "install the driver"),
         (1, "b", True, "is off", ""),
     ]
+
+
+def test_a_node_that_fails_twice_for_one_cause_is_written_down_and_reported(tmp_path: Path, make_plan) -> None:
+    run = Run(tmp_path, with_resilience(replace(make_plan(), num_nodes=2)))
+    run.job = replace(run.job, nodes=(0, 1))
+    faults = (HostFault("b", NodeFault("xid", "GPU 3", "Xid 79")), HostFault("b", NodeFault("program", "GPU 3", "31")))
+    run.world.checkpoint = 5
+    run.script = [
+        lambda: run.world.end(0, from_outside=True, faults=faults),
+        lambda: run.world.end(0, from_outside=True, faults=faults),
+        lambda: run.world.end(0, done=True),
+    ]
+    run()
+    noted = [one for one in read_log(run.job.run.supervisor_events) if isinstance(one, NodeFaultEvent)]
+    assert [(one.host, one.fault.cause) for one in noted] == [("b", "xid"), ("b", "program")] * 2
+    (said,) = [report for report in run.reports if "2 times" in report]
+    assert said.startswith("b has failed 2 times for the same cause (Xid 79)")
 
 
 @pytest.mark.parametrize("done", [True, False])

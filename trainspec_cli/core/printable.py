@@ -151,6 +151,12 @@ def label_node(node: int, hostname: str) -> str:
     return f"node {node}" + (f" ({hostname})" if hostname else "")
 
 
+def list_ranks(ranks: Sequence[int], most: int = 8) -> str:
+    """Return `rank 3` or `ranks 0, 2`, and the number of those that are left out."""
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:most]))}{more}"
+
+
 def format_si(value: float, unit: str = "", digits: int = 3) -> str:
     """Format with an SI prefix: `1.25e12` -> `1.25 T`; values below 1,000 get no prefix."""
     for scale, prefix in _SI:

@@ -21,6 +21,7 @@ import torch
 from trainspec_cli.core.environment_names import DEVICE
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.wings import Point, parts_of
+from trainspec_cli.recipe.results.verdict import Collective
 
 
 @dataclass(frozen=True)
@@ -255,6 +256,13 @@ def random_state(device: torch.device) -> torch.Tensor:
 
 def set_random_state(state: torch.Tensor, device: torch.device) -> None:
     torch.get_device_module(device).set_rng_state(state, device)
+
+
+def device_collectives() -> list[Collective]:
+    """Return the newest collectives from the record of a device that keeps one outside of torch, oldest first."""
+    kind = started_kind()
+    read = getattr(torch.get_device_module(kind), "read_collectives", None) if kind else None
+    return read() if read else []
 
 
 def started_kind() -> str | None:

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,8 +20,10 @@ from trainspec_cli.run.folder.events import tail_events
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import NodeErrorRecord, WorkerErrorRecord, read_error
 from trainspec_cli.run.job.job import LOOPBACK, Job
+from trainspec_cli.run.recovery.run_state import HostFault
 
 LOG_TAIL_LINES = 30
+SHOWN_FAULTS = 2
 MAX_LOG_BYTES = 2**20
 """Number of bytes read from the end of a log."""
 
@@ -32,6 +34,12 @@ PEER_LOST = re.compile(
     r"|ncclremoteerror|communicator was aborted|connectionreseterror",
     re.IGNORECASE,
 )
+_MISMATCH = re.compile(
+    r"\d+ vs \d+\. Received data size doesn't match expected size|Detected mismatch between collectives on ranks.*"
+)
+"""gloo's and torch's messages on a rank that called another collective than its peers. gloo ends the process with
+SIGABRT."""
+MISMATCH_HINT = "compare the lines at which the ranks stopped; TORCH_DISTRIBUTED_DEBUG=DETAIL names every rank's call"
 _ENDED_BY_OTHERS = (signal.SIGTERM, signal.SIGABRT)
 """torchrun ends the peers of a failed worker with SIGTERM. NCCL's watchdog uses SIGABRT to end a worker that is waiting
 for a lost peer."""
@@ -184,7 +192,9 @@ def _silent(job: Job, torchrun_log: Path, describe: DescribeExit) -> Iterator[Wo
             for log in torchrun_log.parent.glob(f"{start}/attempt_*/{local_rank}/stderr.log")
         ]
         # The newest start's log is last in sorted order.
-        why = describe(int(code), max(logs, default=None), torchrun_log)
+        newest = max(logs, default=None)
+        why = describe(int(code), newest, torchrun_log)
+        mismatch = _find_mismatch(end_of(newest)) if newest else ""
         global_rank = int(rank)
         if job.ranks:
             # torchrun counts a group's ranks; if the group spans several nodes, each node's part has only its own
@@ -193,15 +203,26 @@ def _silent(job: Job, torchrun_log: Path, describe: DescribeExit) -> Iterator[Wo
         yield WorkerFailure(
             rank=global_rank,
             host=socket.gethostname() if host == LOOPBACK else host,
-            summary=why.headline,
+            summary=f"{why.headline}{mismatch}",
             detail=why.detail,
-            hint=why.hint,
+            hint=why.hint or (MISMATCH_HINT if mismatch else ""),
             # SIGKILL comes from outside, so a worker killed by it is the root cause.
             time=0.0 if int(code) == -signal.SIGKILL else math.inf,
             was_killed=int(code) == -signal.SIGKILL,
-            consequence=pid in forced or -int(code) in _ENDED_BY_OTHERS,
+            consequence=not mismatch and (pid in forced or -int(code) in _ENDED_BY_OTHERS),
             cause=why.cause,
         )
+
+
+def _find_mismatch(log_end: str) -> str:
+    """Return what a rank's log says about collectives that do not match, and where the rank was; empty if nothing."""
+    found = _MISMATCH.search(log_end)
+    if found is None:
+        return ""
+    frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', log_end, re.MULTILINE)  # by faulthandler
+    own = next((frame for frame in frames if "/torch/" not in frame[0]), None)
+    at = f"; this rank was at {Path(own[0]).name}:{own[1]} in {own[2]}" if own else ""
+    return f": the ranks called different collectives ({found[0]}){at}"
 
 
 def describe_exit(code: int) -> str:
@@ -272,6 +293,14 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
     if any(isinstance(event, EndEvent) for event in list(tail_events(job.run.events(0)))[-1:]):
         return Explanation("the workers were ended by a signal, but no stop of the run was requested")
     return Explanation("the workers ended without writing a result")
+
+
+def with_faults(headline: str, faults: Sequence[HostFault]) -> str:
+    """Add to a headline what the nodes say about the failure. Their own faults explain it better than messages about
+    the program, which are only shown if there are no others."""
+    of_machines = [one for one in faults if one.fault.is_of_machine] or faults
+    said = "; ".join(f"{one.hostname} reports: {one.fault.text}" for one in of_machines[:SHOWN_FAULTS])
+    return f"{headline}; {said}" if said else headline
 
 
 def _sentence(who: str, failure: WorkerFailure) -> str:

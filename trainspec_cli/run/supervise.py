@@ -26,18 +26,21 @@ from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.core.printable import format_duration, label_node
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.records import ABSENT
+from trainspec_cli.recipe.results.doctor import NodeFault
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend import OpenBackend, RunBackend
 from trainspec_cli.run.backend.observe import newest_checkpoint, newest_step
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.channel.messages import ExpectGroups, SpeedsReport
 from trainspec_cli.run.channel.worker import WorkerMail
+from trainspec_cli.run.folder.accounting import read_node_failures
 from trainspec_cli.run.folder.event_types.events import (
     EndedMark,
     Event,
     FailureMark,
     LaunchMark,
     MemoryEvent,
+    NodeFaultEvent,
     NodeReason,
     NodesAchievedEvent,
     NodesEvent,
@@ -51,8 +54,10 @@ from trainspec_cli.run.job.folder import write_other_nodes
 from trainspec_cli.run.job.job import Job, ranks_of, start_folder, torchrun_command
 from trainspec_cli.run.recovery import recovery, run_state
 from trainspec_cli.run.recovery.nodes import NodesAtHand, is_worth_a_restart, select_nodes
+from trainspec_cli.run.recovery.reliability import repeated_faults
 from trainspec_cli.run.recovery.run_state import NodeChange, NodeLost, NodeReturned, NodeSlow, NodeUnfit
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
+from trainspec_cli.run.slurm.commands import why_down
 
 # Select the nodes of a run's starts. A node without which the run would be faster is found by the speeds that its
 # workers report (the decision itself is made in `balance.decisions.shares`); `run.recovery` acts on that and on losses.
@@ -519,6 +524,7 @@ class Supervisor:
         return self.state.exit_code if self.state.is_alone else 0
 
     def _handle(self, event: run_state.Event) -> None:
+        self._note_faults(event)
         if isinstance(event, (run_state.NodeLost, run_state.NodeUnfit)):
             self._losses[event.node] = event
         elif isinstance(event, run_state.NodeBack):
@@ -532,6 +538,23 @@ class Supervisor:
         self.state, actions = recovery.next_action(self.state, event)
         for action in actions:
             self._apply(action)
+
+    def _note_faults(self, event: run_state.Event) -> None:
+        """Record what is known about the nodes of a failure, once for each node and cause."""
+        found: list[tuple[str, NodeFault]] = []
+        if isinstance(event, run_state.NodeLost) and event.hostname:
+            found = [(event.hostname, NodeFault("lost", event.hostname, event.why))]
+        elif isinstance(event, run_state.GroupEnded) and not event.done:
+            found = list({(one.hostname, one.fault.cause): (one.hostname, one.fault) for one in event.faults}.values())
+        for host, fault in found:
+            assert self._marks is not None, "a generation is open"
+            self._marks.write(NodeFaultEvent(host=host, fault=fault))
+            known = repeated_faults(read_node_failures(self._job.run)).get(host)
+            if known and known[0] == fault.cause and self._job.nodes:
+                self._report(
+                    f"{host} has failed {known[1]} times for the same cause ({fault.text}): it is examined before it "
+                    "is used again"
+                )
 
     def _apply(self, action: run_state.Action) -> None:
         backend = self._backend
@@ -590,10 +613,11 @@ class Supervisor:
                     if run.node_error(node).exists() or Fence(run, self._generation).is_closed():
                         continue
                     lost = isinstance(event, run_state.NodeLost)
+                    slurms = why_down(event.hostname) if lost else ""
                     record = NodeErrorRecord(
                         node=node,
                         host=event.hostname,
-                        message=event.why,
+                        message=f"{event.why}; Slurm reports: {slurms}" if slurms else event.why,
                         lost=lost,
                         time=time.time(),
                         hint="" if isinstance(event, run_state.NodeLost) else event.hint,

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from trainspec_cli.run.folder.event_types.events import HangEvent, StallEvent, W
 from trainspec_cli.run.folder.events import EventWriter, read_events
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import WorkerErrorRecord, read_error
+from trainspec_cli.run.recovery.collectives import read_recorder
 
 WORKER = Path(__file__).parent / "hanging_worker.py"
 
@@ -326,7 +328,7 @@ def recorded(group, number, created, **changes):
     ],
 )
 def test_a_rank_waits_where_its_device_has_not_finished_a_collective(monkeypatch, entries, waiting, waits_in):
-    monkeypatch.setattr(watch, "recorded_collectives", lambda: entries)
+    monkeypatch.setattr(watch, "recorded_collectives", lambda line: read_recorder({"entries": entries}))
     found = watch.whereabouts(threading.get_ident())
     assert (found.waiting, found.waits_in) == (waiting, waits_in)
     assert found.collectives == {"0/dp": 4, "0/tp": 9}
@@ -434,6 +436,34 @@ def test_a_quick_first_step_is_not_noted(clock, make_watch):
     watching.run()
     beat_every(clock, watching, 30.0)
     clock.ticks = [1.0] * 300
+    watching.run()
+    assert journal.events == []
+
+
+@pytest.mark.parametrize(("between", "steps_s"), [(False, []), (False, [50.0] * 5), (True, [0.1] * 5)])
+def test_a_collective_that_does_not_end_is_reported_early(clock, make_watch, monkeypatch, between, steps_s):
+    """In the first step, in a slow one and in an evaluation; once for each collective, and the run goes on."""
+    standing = {("0/world", 7)}
+    monkeypatch.setattr(watch, "unfinished_collectives", lambda: standing)
+    watching, journal, exits = make_watch(100.0)
+    beat_every(clock, watching, *steps_s)
+    with watching.between_steps() if between else nullcontext():
+        clock.ticks = [0.5] * 60
+        watching.run()
+        (event,) = journal.events
+        assert (type(event), event.early) == (StallEvent, True)
+        assert 6.0 < event.waited_s < 9.0
+        standing = {("0/world", 8)}
+        clock.ticks = [0.5] * 20
+        watching.run()
+    assert [one.early for one in journal.events] == [True, True] and exits == []
+
+
+def test_collectives_that_end_in_time_are_not_reported(clock, make_watch, monkeypatch):
+    numbers = iter(range(10**6))
+    monkeypatch.setattr(watch, "unfinished_collectives", lambda: {("0/world", next(numbers) // 4)})
+    watching, journal, _ = make_watch(None, first_s=None)
+    clock.ticks = [0.5] * 200
     watching.run()
     assert journal.events == []
 

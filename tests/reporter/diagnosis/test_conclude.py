@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab.telemetry import Telemetry
 
-from trainspec_cli.recipe.results.verdict import CAUSES, RunVerdict
+from trainspec_cli.recipe.results.verdict import CAUSES, Collective, RunVerdict
 from trainspec_cli.reporter.diagnosis.conclude import ADVICE, conclude
 from trainspec_cli.reporter.diagnosis.evidence import RunEvidence
 from trainspec_cli.run.folder.event_types.events import LinkEvent, StallEvent
@@ -618,6 +618,34 @@ def test_a_rank_that_hangs_is_named_before_its_time_out():
     assert elsewhere.rank == 6 and elsewhere.evidence[-1].endswith("\nin train_step")
     behind = heaviest(Telemetry(stalls=stalls | {1: stall(waiting=True, number=6)}))
     assert behind.rank == 1
+
+
+def test_a_node_that_is_off_is_no_switch_and_no_link():
+    """Its ranks do not respond, and the others wait for them: nothing more is known."""
+    stalls = {rank: stall(waiting=True) for rank in range(8)}
+    telemetry = Telemetry(stalls={rank: one for rank, one in stalls.items() if rank < 4})
+    found = [one for one in conclude(telemetry.evidence()) if one.cause != "as_planned"]
+    assert {(one.cause, one.rank) for one in found} == {("hang", rank) for rank in range(4, 8)}
+    assert all("does not respond" in one.evidence[1] for one in found)
+
+
+@pytest.mark.parametrize(("early", "named"), [(True, []), (False, ["hang"])])
+def test_a_collective_that_stands_before_the_step_is_late_is_no_hang_yet(early, named):
+    """One rank compiles, evaluates or saves, and the others wait for it."""
+    stalls = {rank: replace(stall(waiting=rank != 3), early=early) for rank in range(8)}
+    found = conclude(Telemetry(stalls=stalls).evidence())
+    assert [one.cause for one in found if one.cause != "as_planned"] == named
+
+
+def test_ranks_that_can_never_meet_are_named_before_the_step_is_late():
+    def called(kind: str) -> tuple[Collective, ...]:
+        return (Collective(group="world", number=7, kind=kind, sizes=((8,),), line="train.py:7 in step"),)
+
+    stalls = {rank: replace(stall(waiting=True), early=True, entered=called("nccl:all_reduce")) for rank in range(8)}
+    stalls[3] = replace(stalls[3], entered=called("nccl:broadcast"))
+    verdict = heaviest(Telemetry(stalls=stalls))
+    assert (verdict.cause, verdict.rank) == ("hang", 3)
+    assert "rank 3 called nccl:broadcast of 8 at train.py:7 in step" in verdict.evidence[1]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from trainspec_cli.run.folder.event_types.events import (
     LookEvent,
     RecoveryEvent,
     RetryEvent,
+    StallEvent,
     StartEvent,
     StepEvent,
     UsageEvent,
@@ -24,6 +26,7 @@ from trainspec_cli.run.folder.event_types.events import (
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import RunRecord, write_run_record
+from trainspec_cli.run.recovery.watch import CHECKPOINT
 
 
 def test_a_slow_rank_is_found_in_the_folder_alone(folder):
@@ -160,6 +163,20 @@ def test_a_hang_that_ended_a_start_is_told_of_afterwards(folder, recorded: Recor
     (verdict,) = conclude(read_run(run.run).evidence())
     assert (verdict.cause, verdict.rank) == ("hang", 1)
     recorded(verdict.evidence[0])
+
+
+@pytest.mark.parametrize(("hung", "named"), [(False, []), (True, ["hang"])])
+def test_a_long_checkpoint_is_no_hang_before_the_steps_limit(folder, hung, named):
+    """Rank 1 writes, and the others wait for it."""
+    run = folder()
+    run.start()
+    run.steps(1, 9)
+    about = {"step": 10, "waited_s": 9.0, "host": "h", "collectives": {}, "stack": "in save"}
+    kind = partial(HangEvent, deadline_s=8.0) if hung else partial(StallEvent, usual_s=1.0)
+    for rank in range(4):
+        run.write(rank, kind(waiting=rank != 1, waits_in=CHECKPOINT if rank == 1 else "gloo:all_reduce", **about))
+    found = conclude(read_run(run.run).evidence(time.time() + 9))
+    assert [one.cause for one in found if one.cause == "hang"] == named
 
 
 def recovery(step: int, change: str, group: int | None) -> RecoveryEvent:

@@ -11,7 +11,8 @@ from lab.events import LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY
 
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.records import ABSENT, FieldError, to_plain
-from trainspec_cli.recipe.results.verdict import CodeLine, Look, LookOrder, OperationTime, RunVerdict
+from trainspec_cli.recipe.results.doctor import NodeFault
+from trainspec_cli.recipe.results.verdict import CodeLine, Collective, Look, LookOrder, OperationTime, RunVerdict
 from trainspec_cli.run.folder.event_types.events import (
     EVENT_TYPES,
     AchievedEvent,
@@ -34,6 +35,8 @@ from trainspec_cli.run.folder.event_types.events import (
     LinkRate,
     LinksEvent,
     LookEvent,
+    NodeCheckedEvent,
+    NodeFaultEvent,
     RecoveryEvent,
     RetryEvent,
     SampleEvent,
@@ -108,6 +111,11 @@ CADENCE = CadenceEvent(
     failures=1,
     observed_s=60.0,
 )
+ENTERED: dict[str, Any] = {
+    "entered": (Collective(group="world", number=7, kind="gloo:all_reduce", sizes=((3, 5),), dtypes=("Float",)),),
+    "late": (1,),
+    "why": "it is in no collective",
+}
 HANG = HangEvent(
     step=4,
     waited_s=9.0,
@@ -117,6 +125,7 @@ HANG = HangEvent(
     waits_in="gloo:all_reduce",
     collectives={"world": 7},
     stack="here",
+    **ENTERED,
 )
 STALL = StallEvent(
     step=4,
@@ -127,6 +136,8 @@ STALL = StallEvent(
     waits_in="gloo:all_reduce",
     collectives={"world": 7},
     stack="here",
+    early=True,
+    **ENTERED,
 )
 USAGE = UsageEvent(
     step=4, cores=1.5, rss_bytes=2**30, swap_bytes=0, available_bytes=2**33, gpu_busy=0.9, gpu_bytes=2**34
@@ -273,6 +284,8 @@ EVENTS: list[Event] = [
     EndEvent(step=4, status="done", weights_sha256="ab"),
     LaunchMark(),
     FailureMark(),
+    NodeFaultEvent(host="node-7", fault=NodeFault("xid", "GPU 0000:3b:00", "Xid 79, the GPU has fallen off the bus")),
+    NodeCheckedEvent(host="node-7"),
     EndedMark(exit_code=-9),
 ]
 NAMES = [event.type for event in EVENTS]
@@ -292,6 +305,9 @@ OPTIONAL = {
     "memory.was_killed": False,
     "memory.lost_steps": 0,
     "ended.exit_code": None,
+    "hang.entered": (),
+    "stall.entered": (),
+    "stall.early": False,
 } | {f"{name}.rank": -1 for name in EVENT_TYPES}
 """Keys that an event need not have, and what their absence means; others are needed, or are `Absent`."""
 

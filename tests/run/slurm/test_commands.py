@@ -157,3 +157,26 @@ def test_the_switches_above_each_node_come_in_slurms_order_of_the_nodes(cluster,
     found = slurm.topology_addresses(3)
     assert list(found.items()) == [("node1", "top.leaf1.node1"), ("node2", ""), ("node3", "top.leaf2.node3")]
     assert {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1"} <= set(commands[0])
+
+
+NODE = (
+    "NodeName=gpu-7 Arch=x86_64 CoresPerSocket=32 State={state} ThreadsPerCore=2 Weight=1 "
+    "BootTime=2026-11-27T03:11:02 {reason}Comment=rack 3 Reason"
+)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "words"),
+    [
+        ("DOWN*", "Reason=Not responding [slurm@2026-11-28T00:10:11] ", "DOWN*: Not responding"),
+        ("IDLE+DRAIN", "Reason=gpu 3: Xid 79 [root@2026-11-28T00:10:11] ", "IDLE+DRAIN: gpu 3: Xid 79"),
+        ("ALLOCATED", "", ""),
+    ],
+)
+def test_slurms_reason_for_a_lost_node(calls: Path, monkeypatch, state: str, reason: str, words: str) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    scontrol = calls.parent / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho '{NODE.format(state=state, reason=reason)}'\n")
+    assert slurm.why_down("gpu-7") == words
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert slurm.why_down("gpu-7") == ""

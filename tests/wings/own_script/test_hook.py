@@ -15,7 +15,7 @@ from lab.waiting import wait_for
 from trainspec_cli.core.environment_names import LAUNCH_ID, PROGRESS
 from trainspec_cli.wings.own_script import journal as progress
 from trainspec_cli.wings.own_script.job import HOOK
-from trainspec_cli.wings.own_script.watches import locate, main_stack, read_stacks
+from trainspec_cli.wings.own_script.watches import locate, main_stack, read_collectives, read_stacks
 
 STAND_IN = Path(__file__).parents[2] / "lab" / "own_commands" / "standin"
 
@@ -225,3 +225,31 @@ def test_errors_of_the_users_sitecustomize_are_shown(program, tmp_path) -> None:
     (own / "sitecustomize.py").write_text("raise ValueError('mine')")
     printed = program("print('goes on')", PYTHONPATH=f"{HOOK}:{STAND_IN}:{own}").communicate()[0]
     assert "ValueError: mine" in printed and printed.endswith("goes on\n")
+
+
+DISTRIBUTED = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for _ in range(12):
+    dist.all_reduce(torch.ones(3, 5))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("asks", [1, 3])
+def test_a_process_shows_its_newest_collectives_when_asked(program, tmp_path: Path, asks: int) -> None:
+    """With torch itself, and as often as someone asks."""
+    running = program(DISTRIBUTED, PYTHONPATH=str(HOOK))
+    try:
+        assert running.stdout.readline() == "ready\n", running.communicate()
+        about = {"pid": running.pid, "rank": 0, "world_size": 1, "answers": True, "updates_before": None, "began": 0.0}
+        trainer = progress.CountedProcess(**about, main_thread=0, stacks=tmp_path / "progress" / "x.stacks")
+        for _ in range(asks):
+            (newest,) = read_collectives([trainer]).values()
+            assert [one.number for one in newest] == list(range(5, 13))
+            assert {(one.kind, one.sizes, one.done) for one in newest} == {("gloo:all_reduce", ((3, 5),), True)}
+    finally:
+        running.communicate("")
+    assert running.returncode == 0, "the thread does not keep the process"
+    assert read_collectives([trainer]) == {}, "nobody answers any more"

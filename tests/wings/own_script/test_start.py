@@ -8,6 +8,7 @@ import pytest
 
 from trainspec_cli.run.channel.messages import (
     GroupExited,
+    HangFound,
     NodeSilent,
     NodeStands,
     NodeWorks,
@@ -38,12 +39,12 @@ def silent(node: int, *, stopped: bool = False) -> NodeSilent:
 
 
 @pytest.fixture
-def named() -> list[tuple[int, ...]]:
+def named() -> list[HangFound]:
     return []
 
 
 @pytest.fixture
-def start(tmp_path: Path, named: list[tuple[int, ...]]) -> OwnStart:
+def start(tmp_path: Path, named: list[HangFound]) -> OwnStart:
     own = {"program": "train.py", "log": OUTPUT_LOG}
     job = Job(tmp_path, ("agent",), {}, 2, 60.0, tmp_path / "logs", nodes=(0, 1), **own)
     return OwnStart(job, 1, range(2), named.append)
@@ -84,14 +85,14 @@ def test_a_lost_node_is_named_and_expected_to_fail_again(start: OwnStart) -> Non
     assert end.headline.startswith("node 1 (b)")
 
 
-def test_a_hang_needs_every_node_without_work(start: OwnStart, named: list[tuple[int, ...]], tmp_path: Path) -> None:
+def test_a_hang_needs_every_node_without_work(start: OwnStart, named: list[HangFound], tmp_path: Path) -> None:
     for node in (0, 1):
         start.hear(node, "a", StepsMade(0, 1, 7))
     assert start.hear(0, "a", hung(stands(0))) == []
     start.hear(0, "a", NodeWorks(0, 1))
     assert start.hear(1, "b", hung(stands(1, waiting=False))) == [], "the other node works again"
     assert start.hear(0, "a", hung(stands(0))) == [run_state.WorkerFailed(0)]
-    assert named == [(1,)]
+    assert [(hang.late, hang.is_over) for hang in named] == [((1,), True)]
     error = read_error(start._job.run.error(1), WorkerErrorRecord)
     assert (error.rank, error.host, error.code, error.step) == (1, "node1", "hang", 8)
     assert "9 s" in error.message and "rank 1:" in error.message

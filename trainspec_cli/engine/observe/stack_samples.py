@@ -79,7 +79,7 @@ def is_in_exchange(files: Sequence[str]) -> bool:
     outermost first. Only calls made from the innermost line outside of libraries count, because every forked worker's
     outer frames contain torch's launcher.
     """
-    inner = list(takewhile(_is_library, reversed(files)))
+    inner = list(takewhile(is_library, reversed(files)))
     own = files[-1 - len(inner)] if len(inner) < len(files) else ""
     return own == background.__file__ or any(DISTRIBUTED in file for file in inner)
 
@@ -89,7 +89,7 @@ def code_lines(samples: Iterable[StackSample], total: int) -> tuple[CodeLine, ..
     sample's line is the innermost one outside of Python's library and torch."""
     counts = Counter[Frame]()
     for sample in samples:
-        own = [frame for frame in sample.stack if not _is_library(frame.file)]
+        own = [frame for frame in sample.stack if not is_library(frame.file)]
         if own:
             counts[own[-1]] += sample.times
     lines = []
@@ -102,7 +102,7 @@ def code_lines(samples: Iterable[StackSample], total: int) -> tuple[CodeLine, ..
     return tuple(lines)
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
     if file.startswith("<"):
         return True
     return file.startswith(LIBRARIES) and (file.startswith(LIBRARIES[1]) or not file.startswith(INSTALLED))

@@ -11,7 +11,7 @@ import faulthandler
 import json
 import math
 import os
-import re
+import pickle
 import socket
 import sys
 import threading
@@ -28,18 +28,25 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.core.errors import WorkerError
+from trainspec_cli.engine.accelerators import device_collectives
 from trainspec_cli.engine.comm import forking as background
 from trainspec_cli.engine.observe.journal import Journal
-from trainspec_cli.engine.observe.stack_samples import is_in_exchange
+from trainspec_cli.engine.observe.stack_samples import is_in_exchange, is_library
+from trainspec_cli.recipe.results.verdict import Collective
 from trainspec_cli.run.folder.event_types.events import HangEvent, LateStepEvent, StallEvent, WarningEvent
 from trainspec_cli.run.folder.events import tail_events
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import WorkerErrorRecord, write_error
+from trainspec_cli.run.recovery.collectives import read_recorder, with_line
 from trainspec_cli.run.recovery.watch import (
+    CHECKPOINT,
     NOTE_S,
     READING_THREAD,
+    STANDING_S,
     Whereabouts,
     find_late,
+    innermost_line,
+    short_line,
     stall_after_s,
     step_deadline_s,
 )
@@ -47,6 +54,8 @@ from trainspec_cli.run.recovery.watch import (
 Late = TypeVar("Late", bound=LateStepEvent)
 
 TICK_S = 0.25
+LOOKS_EVERY_S = 1.0
+"""How often a rank looks for collectives that do not end, which takes about a millisecond. Quick steps never do."""
 STOPPED_S = 2.0
 """If a tick is more than this many seconds late, the process or the entire machine was suspended; that time is not
 counted."""
@@ -87,7 +96,14 @@ class StepWatch(threading.Thread):
         """True if the time since `_last_beat` is not a step's duration, so the deadline must not be derived from it."""
         self._deadline_s = self._first_s
         self._stall_s = math.inf
+        self._is_late = False
+        """True once this step has been reported as stalled."""
         self._note_s = NOTE_S
+        self._standing_since: dict[tuple[str, int], float] = {}
+        """Collectives that have not ended, and when each was first seen."""
+        self._shown: set[tuple[str, int]] = set()
+        """Those that were reported because they had not ended for `STANDING_S`."""
+        self._looks_at = 0.0
         self._closed = threading.Event()
 
     def beat(self, step: int) -> None:
@@ -99,6 +115,7 @@ class StepWatch(threading.Thread):
         self._fresh = False
         self._deadline_s = step_deadline_s(self._recent_s, self._floor_s, self._first_s)
         self._note_s = math.inf
+        self._is_late = False
         self._stall_s = stall_after_s(self._recent_s, self._deadline_s)
         if math.isfinite(self._deadline_s):
             faulthandler.dump_traceback_later(self._deadline_s + TICK_S)
@@ -117,6 +134,7 @@ class StepWatch(threading.Thread):
         self._deadline_s = math.inf if for_ever else max(self._first_s, self._floor_s)
         self._note_s = math.inf
         self._stall_s = math.inf
+        self._is_late = False
         faulthandler.cancel_dump_traceback_later()
 
     def close(self) -> None:
@@ -131,9 +149,13 @@ class StepWatch(threading.Thread):
                 self._last_beat += now - last_tick
             last_tick = now
             waited_s = now - self._last_beat
-            if waited_s > self._stall_s:
+            is_late = waited_s > self._stall_s
+            if is_late:
                 self._stall_s = math.inf
-                event = self._late_step(StallEvent, waited_s, usual_s=max(self._recent_s, default=0.0))
+                self._is_late = True
+            if is_late or (waited_s > LOOKS_EVERY_S and self._stands_still(now)):
+                usual_s = max(self._recent_s, default=0.0)
+                event = self._late_step(StallEvent, waited_s, usual_s=usual_s, early=not self._is_late)
                 # On a full disk, or after a newer launch, this cannot be reported. Neither can the hang, but the run
                 # ends nevertheless.
                 with suppress(OSError, WorkerError):
@@ -144,6 +166,18 @@ class StepWatch(threading.Thread):
                 self._report(waited_s)
                 return
 
+    def _stands_still(self, now: float) -> bool:
+        """Return whether a collective that was not reported before has not ended for `STANDING_S`."""
+        if now < self._looks_at:
+            return False
+        self._looks_at = now + LOOKS_EVERY_S
+        unfinished = unfinished_collectives()
+        self._standing_since = {one: self._standing_since.get(one, now) for one in unfinished}
+        standing = {one for one, since in self._standing_since.items() if now - since >= STANDING_S}
+        is_new = bool(standing - self._shown)
+        self._shown = standing
+        return is_new
+
     def _note(self, waited_s: float) -> None:
         """Record what is holding up the first step: on rank 0, whose events are shown, and on each rank that is not
         waiting for another rank."""
@@ -152,7 +186,11 @@ class StepWatch(threading.Thread):
         if place.waiting and self._rank:
             return
         limit = "never" if math.isinf(self._deadline_s) else f"after {self._deadline_s:.0f} s (resilience.first_step_s)"
-        waits = f"waits in {place.waits_in}" if place.waiting else f"is at {innermost_line(place.stack)}"
+        waits = (
+            f"waits in {place.waits_in}"
+            if place.waiting
+            else f"is at {innermost_line(place.stack) or 'no Python frame'}"
+        )
         message = f"step {self._step + 1} has taken {waited_s:.0f} s so far: rank {self._rank} "
         message += f"{'waits for its data' if place.waits_in == DATA else waits}; the run ends {limit}"
         with suppress(OSError, WorkerError):
@@ -208,16 +246,19 @@ class StackPosition:
     collectives: dict[str, int]
     """Sequence number of the last collective entered, by process group."""
     stack: str
+    entered: tuple[Collective, ...] = ()
 
 
 def whereabouts(thread: int) -> StackPosition:
     """Return where a thread of this process is."""
     stacks = sys._current_frames()
     frames = traceback.extract_stack(stacks[thread])
-    newest = {"/".join(entry["process_group"]): entry for entry in recorded_collectives() if not entry["is_p2p"]}
-    of_device = (entry for entry in newest.values() if not entry["profiling_name"].startswith("gloo:"))
-    unfinished = [entry for entry in of_device if entry["state"] != "completed"]
-    for_sums = any(frame.filename == background.__file__ for frame in frames)
+    own = [frame for frame in frames if not is_library(frame.filename)]
+    entered = recorded_collectives(f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else "")
+    of_device = [one for one in entered if not one.kind.startswith("gloo:")]
+    unfinished = [one for one in of_device if not one.done]
+    # The outer frames of a forked worker are in the same file.
+    for_sums = any(frame.filename == background.__file__ and frame.name == WAITS_FOR_SUMS for frame in frames)
     waiting = bool(unfinished) or for_sums or is_in_exchange([frame.filename for frame in frames])
     stack = "".join(traceback.format_list(frames[-STACK_FRAMES:]))
     waits_in = None
@@ -227,52 +268,67 @@ def whereabouts(thread: int) -> StackPosition:
             reading = traceback.extract_stack(stacks[readers[-1].ident or 0])[-STACK_FRAMES:]
             stack += "the thread that reads its data was at\n" + "".join(traceback.format_list(reading))
             waits_in = None if waiting else DATA
-    if waiting and newest:
-        latest = max(unfinished or newest.values(), key=lambda entry: entry["time_created_ns"])
-        sizes = ", ".join("x".join(map(str, size)) or "1" for size in latest["input_sizes"])
-        waits_in = f"{latest['profiling_name']} of {sizes}"
+    if waiting and entered:
+        waits_in = (unfinished or [one for one in entered if not one.done] or entered)[-1].text
     if for_sums:
         waits_in = "sums of gradients"
-    return StackPosition(waiting, waits_in, {group: one["collective_seq_id"] for group, one in newest.items()}, stack)
+    if any(frame.filename == _CHECKPOINTS for frame in frames):
+        waits_in = CHECKPOINT
+    return StackPosition(waiting, waits_in, {one.group: one.number for one in entered}, stack, tuple(entered))
 
 
+NCCL_DUMP = "_dump_nccl_trace"
+"""A function of torch's builds for GPUs."""
+WAITS_FOR_SUMS = background.Background.wait.__name__
 DATA = "its data"
 """The value of `waits_in` while a rank waits for its next batch."""
+_CHECKPOINTS = str(Path(background.__file__).parents[1] / "run" / "checkpoints.py")
 _LOADER = str(Path(background.__file__).parents[1] / "data" / "loader.py")
 """The file whose function `take` waits for the thread that reads batches."""
 
 
-def innermost_line(stack: str) -> str:
-    """Return the innermost line of a printed stack, as `FILE:LINE in FUNCTION`."""
-    lines = [line for line in stack.splitlines() if line.startswith("  File ")]
-    found = _FRAME.match(lines[-1]) if lines else None
-    return f"{found[1]}:{found[2]} in {found[3]}" if found else "no Python frame"
+def unfinished_collectives() -> set[tuple[str, int]]:
+    """Return the group and number of each collective that this rank has called and that has not ended."""
+    return {(one.group, one.number) for one in [*_recorded(True), *device_collectives()] if not one.done}
 
 
-_FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
+def _recorded(only_unfinished: bool) -> Iterator[Collective]:
+    """Yield the collectives in torch's flight recorders for gloo and NCCL, without lines; nothing if these are off."""
+    if os.environ.get("TORCH_FR_BUFFER_SIZE"):
+        c10d = torch._C._distributed_c10d  # type: ignore[attr-defined]
+        for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+            if dump := getattr(c10d, name, None):
+                yield from read_recorder(json.loads(dump(True, only_unfinished)))
 
 
-def recorded_collectives() -> Iterator[Any]:
-    """Yield the entries of torch's flight recorders for gloo and NCCL. Yield nothing if these are off."""
-    if not os.environ.get("TORCH_FR_BUFFER_SIZE"):
-        return
-    c10d = torch._C._distributed_c10d  # type: ignore[attr-defined]
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if dump := getattr(c10d, name, None):
-            yield from json.loads(dump(True, False)).get("entries", [])
+def recorded_collectives(line: str = "") -> list[Collective]:
+    """Return this rank's newest collectives, with the lines that called them if known. `line`: the main thread's line.
+
+    The host waits for gloo, so the main thread is still at the line that called the only unfinished collective. It may
+    be far beyond the line that called one of NCCL's, and the flight recorder has to look up the line, which takes more
+    than a second of processor time at first."""
+    found = list(_recorded(only_unfinished=False))
+    if any(not one.kind.startswith("gloo:") for one in found):
+        dump = getattr(torch._C._distributed_c10d, NCCL_DUMP)  # type: ignore[attr-defined]
+        found = [one for one in found if one.kind.startswith("gloo:")]
+        found += read_recorder(pickle.loads(dump(True, True, False)), is_library)  # pickled in this process
+    return with_line(found, line) + device_collectives()
 
 
 def describe(
     reports: dict[int, HangEvent], world_size: int, step: int, waited_s: float, deadline_s: float
 ) -> tuple[str, str]:
     """Return (a description of what happened, every rank's stack)."""
-    places = {rank: Whereabouts(event.waiting, event.collectives) for rank, event in reports.items()}
+    places = {
+        rank: Whereabouts(event.waiting, event.collectives, event.entered, short_line(event.stack))
+        for rank, event in reports.items()
+    }
     late, why = find_late(places, world_size)
     waits_in = next((event.waits_in for rank, event in reports.items() if rank not in late and event.waits_in), None)
     who = f"rank {', '.join(map(str, late))} is late: {why}" if late else why
     at_data = [rank for rank, event in reports.items() if event.waits_in == DATA and not event.waiting]
     if at_data:
-        line = innermost_line(reports[at_data[0]].stack)
+        line = innermost_line(reports[at_data[0]].stack) or "no Python frame"
         who += f"; rank {', '.join(map(str, at_data))} waits for its data; the thread that reads the data is at {line}"
     others = f"; the other ranks wait in {waits_in}" if late and waits_in else ""
     message = f"step {step} hung: it has taken {waited_s:.1f} s (limit: {deadline_s:.1f} s); {who}{others}"

@@ -52,3 +52,40 @@ class Diagnosis:
 
     def as_json(self) -> JsonObject:
         return to_plain(self) | {"hosts": [report.as_json() for report in self.hosts]}
+
+
+# What a node's kernel and drivers say about a failure.
+
+
+FaultCause = Literal[
+    "xid",
+    "ecc",
+    "row_remap",
+    "nvlink",
+    "thermal",
+    "nic",
+    "link_down",
+    "machine_check",
+    "storage",
+    "out_of_memory",
+    "program",
+    "lost",
+]
+
+
+FAULTS = "faults"
+"""Name of the check that lists a node's faults."""
+
+
+@dataclass(frozen=True)
+class NodeFault:
+    cause: FaultCause
+    where: str
+    """For example `GPU 0000:3b:00` or `mlx5_0 port 1`."""
+    text: str
+    """One line: the kernel's words, or a counter and its increase."""
+
+    @property
+    def is_of_machine(self) -> bool:
+        """Return False if the program itself may have caused it."""
+        return self.cause not in ("out_of_memory", "program")

@@ -83,6 +83,32 @@ def heaviest_first(verdicts: list[RunVerdict]) -> tuple[RunVerdict, ...]:
     return tuple(sorted(verdicts, key=lambda one: (one.cause != "hang", -one.cost_s, CAUSES.index(one.cause))))
 
 
+# The newest collectives of a rank, from the flight recorder of its backend.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A collective that a rank has called."""
+
+    group: str
+    """Its process group."""
+    number: Count
+    """Collectives of a group are numbered, and all of its ranks should call the same one under one number."""
+    kind: str
+    """For example `all_reduce`."""
+    sizes: tuple[tuple[Count, ...], ...] = ()
+    """The sizes of the tensors that the rank passed in."""
+    dtypes: tuple[str, ...] = ()
+    done: bool = False
+    line: str = ""
+    """The line of code that called it, `FILE:LINE in FUNCTION`; empty if unknown."""
+
+    @property
+    def text(self) -> str:
+        sizes = ", ".join("x".join(map(str, size)) or "1" for size in self.sizes)
+        return f"{self.kind}{f' of {sizes}' if sizes else ''}{f' at {self.line}' if self.line else ''}"
+
+
 # Profiling one rank for a few steps: the supervisor's request, and the rank's findings.
 
 

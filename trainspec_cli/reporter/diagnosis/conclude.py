@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainspec_cli.core.printable import format_duration, format_seconds
+from trainspec_cli.recipe.records import Absent
 from trainspec_cli.recipe.results.verdict import Cause, RunVerdict, WhatIf, heaviest_first
 from trainspec_cli.reporter.diagnosis.evidence import COMPUTE_PARTS, Figures, RunEvidence
 from trainspec_cli.reporter.diagnosis.links import find_retries, find_slow_links
@@ -37,7 +38,8 @@ from trainspec_cli.reporter.diagnosis.series import (
     usual,
     verdict_of,
 )
-from trainspec_cli.run.recovery.watch import Whereabouts, find_late
+from trainspec_cli.run.recovery.collectives import find_mismatch
+from trainspec_cli.run.recovery.watch import Whereabouts, find_late, short_line
 
 # Periods when all ranks are slower than usual, because of other tenants or a quota on the node.
 
@@ -155,7 +157,7 @@ def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figur
         episodes = find_episodes(series[:, rank], limit, times.step_s)
         found += [(rank, one) for one in episodes if not _is_of_device(evidence, times, rank, one)]
     found = [(rank, one) for rank, one in found if lasts(evidence, times, rank, [e for r, e in found if r == rank])]
-    verdicts = []
+    verdicts: list[RunVerdict] = []
     for rank, episode in found:
         text = f"rank {rank} {what} for {milliseconds(episode.excess)} per step"
         verdicts.append(verdict_of(evidence, episode, cause, text, rank=rank))
@@ -460,16 +462,17 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
 
     `look_ahead` asks the planner, which may take as long as a search for layouts."""
     # Verdicts on a step that takes far longer than usual: the ranks that the others are waiting for.
-    if not evidence.stalls:
-        verdicts = []
-    else:
+    verdicts: list[RunVerdict] = []
+    if any(not stall.early for stall in evidence.stalls.values()) or find_mismatch(
+        {rank: stall.entered for rank, stall in evidence.stalls.items()}
+    ):
         late, why = _late_of(evidence)
         longest = max(evidence.stalls.values(), key=lambda stall: stall.waited_s)
         waits_in = next(
             (one.waits_in for rank, one in evidence.stalls.items() if rank not in late and one.waits_in), None
         )
-        text = f"step {longest.step} has taken {longest.waited_s:.3g} s; "
-        text += f"the longest earlier step took {longest.usual_s:.3g} s"
+        text = f"step {longest.step} has taken {longest.waited_s:.3g} s"
+        text += f"; the longest earlier step took {longest.usual_s:.3g} s" if longest.usual_s else ""
         others = (f"the others wait in {waits_in}",) if waits_in else ()
         found = RunVerdict(
             cause="hang",
@@ -546,8 +549,16 @@ def _late_of(evidence: RunEvidence) -> tuple[list[int], str]:
     when the hang was detected, from more information than the events contain: the culprit is not marked as `waiting`,
     even if it is also in a collective."""
     if evidence.parts_are_known:
-        places = {rank: Whereabouts(stall.waiting, stall.collectives) for rank, stall in evidence.stalls.items()}
-        return find_late(places, evidence.ranks)
+        return find_late(
+            {
+                rank: Whereabouts(stall.waiting, stall.collectives, stall.entered, short_line(stall.stack))
+                for rank, stall in evidence.stalls.items()
+            },
+            evidence.ranks,
+        )
+    for stall in evidence.stalls.values():
+        if not isinstance(stall.late, Absent) and not isinstance(stall.why, Absent):
+            return ([] if len(stall.late) == evidence.ranks > 1 else list(stall.late)), stall.why
     late = sorted(rank for rank, stall in evidence.stalls.items() if not stall.waiting)
     if not late:  # a rank that no longer writes events has exited
         return [rank for rank in range(evidence.ranks) if rank not in evidence.stalls], "it has ended"

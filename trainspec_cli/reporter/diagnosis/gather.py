@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 
@@ -40,6 +40,8 @@ from trainspec_cli.run.folder.events import EventTail, read_sound
 from trainspec_cli.run.folder.files import StepColumns, read_versioned
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import has_plan
+from trainspec_cli.run.recovery.collectives import find_mismatch
+from trainspec_cli.run.recovery.watch import CHECKPOINT
 
 SILENT_S = 1.5
 """A rank that has not reported a stall within this many seconds of the first report is considered silent."""
@@ -160,11 +162,15 @@ class RankHistory:
         elif isinstance(event, UsageEvent):
             self.usage.append(event)
         elif isinstance(event, StallEvent):
-            self.stall = event
+            # The other ranks have had time to report since the first report of the same kind.
+            known = self.stall
+            is_repeated = known is not None and (known.step, known.early) == (event.step, event.early)
+            self.stall = replace(event, time=known.time) if known and is_repeated else event
             self.is_hung = False
         elif isinstance(event, HangEvent):
             self.stall = StallEvent(
-                time=event.time,
+                # The other ranks have had time to report since the stall, so the verdict on it holds.
+                time=self.stall.time if self.stall else event.time,
                 step=event.step,
                 waited_s=event.waited_s,
                 usual_s=self.stall.usual_s if self.stall else 0.0,  # the event does not state a usual step time
@@ -173,6 +179,9 @@ class RankHistory:
                 waits_in=event.waits_in,
                 collectives=event.collectives,
                 stack=event.stack,
+                entered=event.entered,
+                late=event.late,
+                why=event.why,
             )
             self.is_hung = True
         elif isinstance(event, StartEvent):
@@ -303,6 +312,14 @@ class RunReader:
             # Without a plan, each node determines the hanging step from its own ranks only.
             and (history.stall.step > last or (history.is_hung and not self.shape.has_plan))
         }
+        # A checkpoint may take much longer than a step, unless the time limit of the step is over.
+        is_saving = any(stall.waits_in == CHECKPOINT for stall in found.values())
+        if (
+            is_saving
+            and not any(history.is_hung for history in self.histories)
+            and not find_mismatch({rank: stall.entered for rank, stall in found.items()})
+        ):
+            found = {}
         if now is not None and any(now - stall.time < SILENT_S for stall in found.values()):
             stalls = {}
         elif not found and now is None:

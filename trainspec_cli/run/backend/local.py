@@ -27,12 +27,13 @@ from trainspec_cli.run.backend.family import Family, start, start_guard
 from trainspec_cli.run.backend.hub import Hub
 from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, RunningStart, poll_starts
 from trainspec_cli.run.backend.standby import keep_standby
-from trainspec_cli.run.channel.messages import GroupExited, ProcessMessage, WorkerExited, WorkersOrphaned
+from trainspec_cli.run.channel.messages import GroupExited, HangFound, ProcessMessage, WorkerExited, WorkersOrphaned
 from trainspec_cli.run.failure import describe_exit, find_listed
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import create_secret, note_stop
 from trainspec_cli.run.job.job import LOOPBACK, Job, group_job
 from trainspec_cli.run.job.machine import BACKLOG, NodePlace, count_oom_kills, usable_memory_bytes
+from trainspec_cli.run.job.node_faults import FaultWatch
 from trainspec_cli.run.recovery.run_state import Event, PresenceChanged
 from trainspec_cli.run.rendezvous.address import Rendezvous
 
@@ -180,7 +181,7 @@ class NodeProcesses:
         if group in self._starts:
             self._starts[group].kill()
 
-    def record_hang(self, late: tuple[int, ...]) -> None:
+    def record_hang(self, hang: HangFound) -> None:
         """Do nothing, because the engine's workers have already recorded their position in the run folder."""
 
     def close(self) -> tuple[int, ...]:
@@ -202,6 +203,7 @@ class _GroupProcesses:
         self._number = number
         self._passed = passed
         self._oom_kills = count_oom_kills()
+        self._fault_watch = FaultWatch()
         self._torchrun = start(job.command, job, open_output=passed.open if passed else None)
         self._workers: list[psutil.Process] = []
         self._failed = self._orphaned = self._killed = self._exited = False
@@ -227,7 +229,9 @@ class _GroupProcesses:
             self._exited = True
             if self._passed:
                 self._passed.finish()  # the group's log states why it ended
-            ended = GroupExited(self._group, self._number, self._exit_code, tuple(process.pid for process in left))
+            pids = tuple(process.pid for process in left)
+            faults = self._fault_watch.find() if self._exit_code else ()
+            ended = GroupExited(self._group, self._number, self._exit_code, pids, faults=faults)
             kills = count_oom_kills() - self._oom_kills
             yield replace(ended, oom_kills=kills, memory_bytes=usable_memory_bytes()) if kills > 0 else ended
         elif left and not self._killed and not self._orphaned:

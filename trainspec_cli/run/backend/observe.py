@@ -14,7 +14,7 @@ from trainspec_cli.recipe.records import Absent
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 from trainspec_cli.run.channel.messages import GroupExited, ProcessMessage, WorkerExited
-from trainspec_cli.run.failure import WorkerFailure, explain, explain_end, find_failures, first_causes
+from trainspec_cli.run.failure import WorkerFailure, explain, explain_end, find_failures, first_causes, with_faults
 from trainspec_cli.run.folder.accounting import read_sound_reliefs
 from trainspec_cli.run.folder.event_types.events import DirectiveEvent, Event, RetryEvent, StepEvent
 from trainspec_cli.run.folder.events import EventTail, read_sound
@@ -61,6 +61,7 @@ class GroupStart:
         self._plan = plan
         self._oom_kills = 0
         self._memory_bytes = 0
+        self._faults: list[run_state.HostFault] = []
         self._failure: WorkerFailure | None = None
         """A failure detected from outside the worker."""
         self._events = EventTail(job.run.events(0) if self._is_alone else job.run.group_events(group, 0))
@@ -78,6 +79,7 @@ class GroupStart:
             self._exit_codes[node] = message.exit_code
             self._left_behind += message.left_behind
             self._oom_kills += message.oom_kills
+            self._faults += [run_state.HostFault(hostname, fault) for fault in message.faults]
             self._memory_bytes = message.memory_bytes if message.oom_kills else self._memory_bytes
             self._running.discard(node)
             return []
@@ -137,6 +139,7 @@ class GroupStart:
                 shortage = Shortage(setting, layout, limit_bytes=self._memory_bytes or None, was_killed=True)
             who = f"{killed[0].who} ({killed[0].host or 'hostname unknown'})" if killed else "torchrun"
             headline = f"{who} was killed by the kernel, because the host's memory had run out"
+        headline = with_faults(headline, self._faults)
         result = read_result(self.job.run) if self._is_alone else None
         return run_state.GroupEnded(
             group=self.group,
@@ -151,6 +154,7 @@ class GroupStart:
             checkpoint_step=newest_checkpoint(self.job.run),
             left_behind=tuple(self._left_behind),
             shortage=shortage,
+            faults=tuple(self._faults),
         )
 
     def failures(self) -> list[WorkerFailure]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from trainspec_cli.core.reading.files import parse_json
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.records import Count, Seconds, canonical_json, from_plain, to_plain
-from trainspec_cli.recipe.results.doctor import NodeReport
+from trainspec_cli.recipe.results.doctor import NodeFault, NodeReport
 from trainspec_cli.recipe.results.plan import LayoutProposal
-from trainspec_cli.recipe.results.verdict import LookOrder, MeasuredLink
+from trainspec_cli.recipe.results.verdict import Collective, LookOrder, MeasuredLink
 
 KIND = "kind"
 """The JSON key for the name of the message's class."""
@@ -80,6 +80,8 @@ class GroupExited:
     """Number of processes that the kernel has killed since the start because memory ran out."""
     memory_bytes: int = 0
     """Memory of the node, or the limit of its container if that is lower."""
+    faults: tuple[NodeFault, ...] = ()
+    """If the group failed: what the node's kernel, GPUs and NICs have reported since the start."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class RankStands:
     stopped: bool
     """True if it was stopped by SIGSTOP."""
     ended: bool
+    collectives: tuple[Collective, ...] = ()
+    """The newest collectives of each process group, if the rank could be asked for its flight recorder."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,8 @@ class NodeStands:
     waited_s: float
     deadline_s: float
     ranks: tuple[RankStands, ...]
+    is_over: bool = True
+    """False if this is only a suspicion, long before the time limit."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +207,9 @@ class HangFound:
 
     late: tuple[int, ...]
     """The ranks that all other ranks are waiting for."""
+    why: str
+    is_over: bool
+    """Same as in NodeStands."""
 
 
 @dataclass(frozen=True)

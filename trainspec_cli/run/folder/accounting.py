@@ -14,6 +14,7 @@ from typing import get_args
 from trainspec_cli.core.reading.files import unreadable
 from trainspec_cli.recipe.keys.run import Offload, Recompute
 from trainspec_cli.recipe.records import Absent
+from trainspec_cli.recipe.results.doctor import NodeFault
 from trainspec_cli.recipe.results.tables import MemorySetting, Relief
 from trainspec_cli.run.folder.event_types.events import (
     CheckpointEvent,
@@ -24,6 +25,8 @@ from trainspec_cli.run.folder.event_types.events import (
     FailureMark,
     LaunchMark,
     MemoryEvent,
+    NodeCheckedEvent,
+    NodeFaultEvent,
     RecoveryEvent,
     StartEvent,
     StepEvent,
@@ -364,3 +367,15 @@ def best_checkpoint(run: RunDir) -> int | None:
     evaluated = {step: loss for step in run.checkpoint_steps() if (loss := losses.get(step)) is not None}
     finite = {step: loss for step, loss in evaluated.items() if math.isfinite(loss)}
     return min(finite, key=finite.__getitem__, default=None)
+
+
+def read_node_failures(run: RunDir) -> list[tuple[str, NodeFault | None]]:
+    """Return the hostnames and faults of the nodes that have failed in this run, in order; None instead of a fault if
+    the node was examined and nothing was found."""
+    failures: list[tuple[str, NodeFault | None]] = []
+    for event in read_sound(run.supervisor_events):
+        if isinstance(event, NodeFaultEvent):
+            failures.append((event.host, event.fault))
+        elif isinstance(event, NodeCheckedEvent):
+            failures.append((event.host, None))
+    return failures

@@ -87,6 +87,8 @@ class GenerationRecord:
     nodes: tuple[int, ...] = ()
     """The nodes' numbers in the job, ordered by place; from place `num_nodes` on, they are spares. If empty, each
     node's number is its place."""
+    suspects: tuple[str, ...] = ()
+    """Hostnames of nodes that have failed repeatedly for one cause. If not empty, only these are checked."""
     own: UnplannedWork | None = None
     """None for a recipe, because its plan describes what to run."""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainspec_cli.recipe.field_types import LARGEST_WHOLE
 from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
+from trainspec_cli.recipe.results.doctor import NodeFault
 
 PRIOR_WEIGHT = 1 / math.log(10) ** 2
 """Weight of the failure rate stated for the cluster, expressed as a number of observed failures. The stated rate is
@@ -76,6 +78,27 @@ def rollback_mtbf_s(resilience: ResilienceSpec, cluster: ReliabilitySpec, mtbf_s
     if resilience.mode != "elastic" or replica_groups == 1:
         return mtbf_s
     return mtbf_s / cluster.job_wide_fraction if cluster.job_wide_fraction else float("inf")
+
+
+# Nodes that fail again and again.
+
+
+REPEATED = 2
+"""A node that has failed this many times for one cause is examined before it is used again."""
+
+
+def repeated_faults(failures: Iterable[tuple[str, NodeFault | None]]) -> dict[str, tuple[str, int]]:
+    """Return the hostnames of the nodes that have failed repeatedly for one cause since they were last examined, with
+    the cause and the number of failures. `failures`: hostnames and faults in order; None if the node was examined and
+    nothing was found. Messages about the program do not count, because it may fail anywhere."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for host, fault in failures:
+        if fault is None:
+            counts[host].clear()
+        elif fault.is_of_machine:
+            counts[host][fault.cause] += 1
+    most = {host: causes.most_common(1)[0] for host, causes in counts.items() if causes}
+    return {host: found for host, found in most.items() if found[1] >= REPEATED}
 
 
 # The checkpoint interval: writing checkpoints should cost as much time as the work that failures undo.

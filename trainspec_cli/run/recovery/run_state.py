@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
+from trainspec_cli.recipe.results.doctor import NodeFault
 from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 
 Phase = Literal["waiting", "running", "ending", "done", "gone"]
@@ -157,6 +158,11 @@ class Orphaned:
     group: int
 
 
+class HostFault(NamedTuple):
+    hostname: str
+    fault: NodeFault
+
+
 @dataclass(frozen=True)
 class GroupEnded:
     """All processes launched when the group was started have ended, except for those stuck in the kernel."""
@@ -190,6 +196,8 @@ class GroupEnded:
     """For a user-defined command: the furthest step reached by any of its starts."""
     was_killed: bool = False
     """True if workers or torchrun were killed by SIGKILL."""
+    faults: tuple[HostFault, ...] = ()
+    """What the nodes' kernels and drivers have reported since the start, the faults of machines first."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from pathlib import Path
 from trainspec_cli.core.errors import MachineError, Problem
 
 TIMEOUT_S = 30.0
+WORDS_TIMEOUT_S = 5.0
+"""Time limit for a question whose answer only explains a failure."""
 NONE = "(null)"
 SILENT = "slurm_silent"
 """The error code for a Slurm command that did not answer. The command may have taken effect nevertheless."""
@@ -91,6 +93,20 @@ def own_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or _names(os.environ["SLURM_JOB_NODELIST"])[0]
 
 
+def why_down(hostname: str) -> str:
+    """Return the state of a node and Slurm's reason for it, such as `DOWN*: Not responding`; empty if Slurm gives no
+    reason, does not answer in time, or did not start this process."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return ""
+    try:
+        answer = _run(["scontrol", "show", "node", hostname, "--oneliner"], hint="", timeout_s=WORDS_TIMEOUT_S)
+    except MachineError:
+        return ""
+    state = re.search(r"\bState=(\S+)", answer)
+    reason = re.search(r"\bReason=(.+?)(?= \[\S+@|\s+\w+=|\s*$)", answer)
+    return f"{state[1]}: {reason[1]}" if state and reason else ""
+
+
 def topology_addresses(num_nodes: int) -> dict[str, str]:
     """Return the switches above each node of this job, in the format of SLURM_TOPOLOGY_ADDR. Raises MachineError."""
     srun = ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--mpi=none"]
@@ -105,16 +121,16 @@ def show_topology() -> str:
     return _run(["scontrol", "show", "topology"], hint="")
 
 
-def _run(command: Sequence[str], hint: str) -> str:
+def _run(command: Sequence[str], hint: str, timeout_s: float = TIMEOUT_S) -> str:
     """Run a command and return its output. Raises MachineError."""
     name = command[0]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
     except FileNotFoundError as error:
         hint = "use a login node of the cluster, or print the script here without --submit"
         raise _failed("no_slurm", f"{name} is not installed on this node", hint) from error
     except subprocess.TimeoutExpired as error:
-        raise _failed(SILENT, f"{name} has not answered for {TIMEOUT_S:g} s", "scontrol ping") from error
+        raise _failed(SILENT, f"{name} has not answered for {timeout_s:g} s", "scontrol ping") from error
     if done.returncode != 0:
         answer = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         raise _failed("slurm_refused", f"{name} refused: {answer}", hint)

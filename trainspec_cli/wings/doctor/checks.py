@@ -21,10 +21,11 @@ from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.node import cpu_name
 from trainspec_cli.core.printable import format_bytes
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.results.doctor import Check
+from trainspec_cli.recipe.results.doctor import FAULTS, Check, FaultCause
 from trainspec_cli.run.job.gpus import find_gpus, opened_nvml
 from trainspec_cli.run.job.job import versions
 from trainspec_cli.run.job.machine import detect
+from trainspec_cli.run.job.node_faults import increased, kernel_lines, read_counters, read_kernel_faults
 from trainspec_cli.wings.doctor.sysfs import INFINIBAND, read_nics, sysfs_text
 
 SHM_BYTES = 2**30
@@ -40,12 +41,26 @@ MOSTLY_FREE = 0.8
 less than the remaining fraction."""
 CLOCK_TOOLS = (("chronyc", "tracking"), ("timedatectl", "show", "--property=NTPSynchronized"))
 TOOL_TIMEOUT_S = 5.0
+LATELY_S = 3600.0
+"""Kernel messages of this many seconds count."""
+FAULT_ADVICE: dict[FaultCause, str] = {
+    "xid": "reset the GPU or reboot the node; if it happens again, have the GPU replaced",
+    "ecc": "reset the GPU, and run dcgmi diag -r 3",
+    "row_remap": "reset the GPU; replace it if rows cannot be remapped",
+    "nvlink": "run nvidia-smi nvlink --errorcounters; reset the GPU, or have its link checked",
+    "thermal": "check the node's fans, inlet temperature and power supply",
+    "nic": "check the cable and the switch port: ethtool -S, or perfquery",
+    "link_down": "check the cable and the switch port",
+    "machine_check": "have the node's memory and processor checked: ras-mc-ctl --errors",
+    "storage": "check the disk or the file server: dmesg, smartctl -a",
+}
 
 
 def check_node(folder: Path, device: str, devices: int = 1) -> list[Check]:
     """Return all checks in display order. `folder` is the run folder, and `devices` is the number of devices in the
     node."""
     chips = [*check_chips(device), *(check_gpus() if device == "cuda" else ())]
+    chips += check_faults()
     links = [*check_rdma(), *check_nics(devices), *check_links(), *check_clock()]
     python = f"Python {platform.python_version()}, torch {versions().get('torch', 'unknown')}"
     system = [*check_shm(), *check_limits(), *check_disk(folder)]
@@ -83,6 +98,18 @@ def check_gpus(needed_bytes: float = 0.0) -> Iterator[Check]:
             yield Check("chips", "fail", f"{found}; the run needs {format_bytes(needed_bytes)}", advice)
         elif gpu.free_bytes < MOSTLY_FREE * gpu.memory_bytes:
             yield Check("chips", "warn", found, advice)
+
+
+def check_faults() -> Iterator[Check]:
+    """Check what the kernel and the drivers have reported lately. A node that has failed repeatedly is not used again
+    while there is anything."""
+    # The counters of NICs and links add up since the node was started, so their values alone mean nothing.
+    counters = {key: value for key, value in read_counters().items() if key[0] not in ("nic", "nvlink")}
+    seen = set()
+    for fault in (*read_kernel_faults(kernel_lines(time.monotonic() - LATELY_S)), *increased({}, counters)):
+        if (fault.cause, fault.where) not in seen and fault.is_of_machine:
+            seen.add((fault.cause, fault.where))
+            yield Check(FAULTS, "warn", fault.text, FAULT_ADVICE[fault.cause])
 
 
 def check_torch(machine: Machine) -> Iterator[Check]:

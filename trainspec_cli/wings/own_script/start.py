@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ from trainspec_cli.run.backend.nodes.backend import NameHang, NodePart, RunningN
 from trainspec_cli.run.backend.observe import RunningStart
 from trainspec_cli.run.channel.messages import (
     GroupExited,
+    HangFound,
     NodeSilent,
     NodeStands,
     NodeWorks,
@@ -29,9 +31,9 @@ from trainspec_cli.run.channel.messages import (
     WorkedLong,
     WorkersOrphaned,
 )
-from trainspec_cli.run.failure import WorkerFailure, explain
+from trainspec_cli.run.failure import WorkerFailure, explain, with_faults
 from trainspec_cli.run.folder import generations
-from trainspec_cli.run.folder.event_types.events import HangEvent
+from trainspec_cli.run.folder.event_types.events import HangEvent, StallEvent
 from trainspec_cli.run.folder.generations import note_stop
 from trainspec_cli.run.folder.paths import COMMAND
 from trainspec_cli.run.folder.record import WorkerErrorRecord, write_error
@@ -70,9 +72,7 @@ class OwnStart:
     """One start of a command. It has ended once all of its nodes have reported their end. `name_hang` makes the nodes
     record their hung ranks."""
 
-    def __init__(
-        self, job: Job, number: int, nodes: Sequence[int], name_hang: Callable[[tuple[int, ...]], None]
-    ) -> None:
+    def __init__(self, job: Job, number: int, nodes: Sequence[int], name_hang: NameHang) -> None:
         self.group = GROUP
         self.number = number
         self._job = job
@@ -81,8 +81,8 @@ class OwnStart:
         self._made = 0
         self._running = set(nodes)
         self._stepping: set[int] = set()
-        self._exits: list[GroupExited] = []
-        """Reports of nodes that have ended, in order of arrival."""
+        self._exits: list[tuple[str, GroupExited]] = []
+        """Hostnames and reports of nodes that have ended, in order of arrival."""
         self._quiet: dict[int, NodeStands | NodeSilent] = {}
         self._lost: WorkerFailure | None = None
         self._hung = self._worked_long = False
@@ -113,7 +113,7 @@ class OwnStart:
             self._running.discard(node)
             self._stepping.discard(node)
             self._quiet.pop(node, None)
-            self._exits.append(message)
+            self._exits.append((hostname, message))
             return [run_state.WorkerFailed(GROUP)] if message.exit_code and self._running else []
         return [run_state.Orphaned(GROUP) if isinstance(message, WorkersOrphaned) else run_state.WorkerFailed(GROUP)]
 
@@ -134,9 +134,15 @@ class OwnStart:
         consider all running nodes instead."""
         if self._hung or not (self._stepping or self._running) <= self._quiet.keys():
             return []
-        self._hung = True
         found = [self._quiet[node] for node in sorted(self._quiet)]
         stands = [quiet for quiet in found if isinstance(quiet, NodeStands)]
+        is_over = all(not isinstance(quiet, NodeStands) or quiet.is_over for quiet in found)
+        if not is_over:
+            ranks = {rank.rank: rank for node in stands for rank in node.ranks}
+            late, why = name_late(list(ranks.values()))
+            self._name_hang(HangFound(tuple(late), why, is_over))
+            return []
+        self._hung = True
         if stands:
             # The error record describes the first late rank, and every node records the state of its ranks.
             ranks = {rank.rank: rank for node in stands for rank in node.ranks}
@@ -151,7 +157,7 @@ class OwnStart:
             message = f"no step for {waited_s:.0f} s, and no sign of work; {who} {', '.join(map(str, late))}: {why}"
             step = None if ranks[late[0]].ended else max(rank.step for rank in ranks.values()) + 1
             self._write_hang(late[0], ranks[late[0]].host, message, step, "\n\n".join(stacks))
-            self._name_hang(tuple(late))
+            self._name_hang(HangFound(tuple(late), why, is_over))
         else:
             # The error record describes the first process that the message names.
             silent = [quiet for quiet in found if isinstance(quiet, NodeSilent)]
@@ -183,8 +189,8 @@ class OwnStart:
 
     def _end(self) -> run_state.GroupEnded:
         # The first failure counts. Later ones are most likely its consequences.
-        failed = [exited.exit_code for exited in self._exits if exited.exit_code]
-        was_ended = self._lost is not None or any(exited.exit_code is None for exited in self._exits)
+        failed = [exited.exit_code for _, exited in self._exits if exited.exit_code]
+        was_ended = self._lost is not None or any(exited.exit_code is None for _, exited in self._exits)
         exit_code = failed[0] if failed else None if was_ended else 0
         failures = find_own_failures(self._job)
         if self._lost is not None:
@@ -196,21 +202,23 @@ class OwnStart:
             lost = self._lost is not None
             explanation = explain(failures) if lost else explain_own_end(self._job, exit_code, failures)
         headline = explanation.headline if explanation else ""
-        if killed and any(exited.oom_kills for exited in self._exits):
+        if killed and any(exited.oom_kills for _, exited in self._exits):
             headline = f"{headline}: the kernel killed it, because the host had run out of memory"
+        faults = tuple(run_state.HostFault(host, fault) for host, exited in self._exits for fault in exited.faults)
         return run_state.GroupEnded(
             group=GROUP,
             done=done,
-            headline=headline,
+            headline=with_faults(headline, faults),
             exit_code=exit_code,
             own_error=any(failure.self_reported for failure in failures),
             foreseen=self._lost is not None,
             from_outside=killed and not self._hung,
             checkpoint_step=self._made_before + self._made,
             has_worked=self._worked_long and not self._made,
-            left_behind=tuple(pid for exited in self._exits for pid in exited.left_behind),
+            left_behind=tuple(pid for _, exited in self._exits for pid in exited.left_behind),
             cause=explanation.cause if explanation else "",
             reached_step=newest_step(self._job.run),
+            faults=faults,
         )
 
 
@@ -290,8 +298,8 @@ class OwnNode:
         self._journal.close()
         return left_behind
 
-    def record_hang(self, late: tuple[int, ...]) -> None:
-        """Write the state of each hung rank on this node to the rank's events."""
+    def record_hang(self, hang: HangFound) -> None:
+        """Write the state of each rank on this node to the rank's events, because the run hangs or may be hanging."""
         if self._stands is None:
             return
         standing = {rank.rank: rank for rank in self._stands.ranks if not rank.ended}
@@ -299,29 +307,33 @@ class OwnNode:
             stands = standing.get(rank.number)
             if stands is None:
                 continue
-            if stands.stopped and rank.trainer:
+            if stands.stopped and rank.trainer and hang.is_over:
                 # A stopped process must run in order to write its stack. While it runs, it may take a step, which would
                 # count as work on all nodes. Read its stack only now that the hang is confirmed on all nodes.
                 text = read_stacks([rank.trainer], resume=True).get(rank.trainer.pid, "")
                 if main := main_stack(text, rank.trainer):
                     stands = replace(stands, stack=main, place=locate(main))
-            event = HangEvent(
-                step=max(one.step for one in self._stands.ranks) + 1,
+            step = max(one.step for one in self._stands.ranks) + 1
+            late_step = partial(StallEvent, usual_s=max(rank.recent_s, default=0.0))
+            if hang.is_over:
+                late_step = partial(HangEvent, deadline_s=self._stands.deadline_s)
+            event = late_step(
+                step=step,
                 waited_s=self._stands.waited_s,
                 host=stands.host,
-                waiting=stands.rank not in late,
+                waiting=stands.rank not in hang.late,
                 waits_in=stands.place or None,
-                collectives={},
+                collectives={one.group: one.number for one in stands.collectives},
                 stack=stands.stack,
-                deadline_s=self._stands.deadline_s,
+                entered=stands.collectives,
+                late=hang.late,
+                why=hang.why,
             )
             rank.writer.write(event)
 
     def _find_hang(self) -> list[ProcessMessage]:
-        hang = self._hang_watch.poll(self._journal.ranks)
-        if hang:
-            waited_s, deadline_s, ranks = hang
-            self._stands = NodeStands(self._group, self._number, waited_s, deadline_s, ranks)
+        if hang := self._hang_watch.poll(self._journal.ranks):
+            self._stands = NodeStands(self._group, self._number, *hang)
             return [self._stands]
         if self._stands and self._hang_watch.signs.quiet_s < self._stands.waited_s:
             self._stands = None

@@ -8,6 +8,7 @@ last step."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -23,11 +24,14 @@ from pathlib import Path
 import psutil
 
 from trainspec_cli.core.errors import MachineError
+from trainspec_cli.core.reading.files import read_object
 from trainspec_cli.recipe.records import ABSENT
+from trainspec_cli.recipe.results.verdict import Collective
 from trainspec_cli.run.channel.messages import ProcessSilent, RankStands
 from trainspec_cli.run.folder.event_types.events import UsageEvent
 from trainspec_cli.run.job.gpus import opened_nvml
-from trainspec_cli.run.recovery.watch import Whereabouts, find_late, step_deadline_s
+from trainspec_cli.run.recovery.collectives import find_mismatch, read_recorder, with_line
+from trainspec_cli.run.recovery.watch import Whereabouts, find_late, stall_after_s, step_deadline_s
 from trainspec_cli.wings.own_script.journal import CountedProcess, CountedRank
 
 FIRST_INTERVAL_S = 1.0
@@ -39,6 +43,8 @@ SAMPLES = 20
 """Approximate number of samples taken before a run is treated as hung."""
 ANSWER_S = 1.0
 """Time limit in seconds for a process to write its stack."""
+RECORDED_S = 3.0
+"""Time limit in seconds for a process to write its newest collectives."""
 LONGEST_STACK_BYTES = 2**16
 LONGEST_COMMAND = 60
 NAMED = 8
@@ -245,8 +251,10 @@ def _works(reading: Reading, *, waits_for: bool) -> bool:
 
 # Runs with counted steps
 
-Hang = tuple[float, float, tuple[RankStands, ...]]
-"""Time without progress and its limit, both in seconds, and the state of each rank."""
+SUSPECTED_S = 4.0
+"""The shortest time without a sign of work after which a run may be hung."""
+Hang = tuple[float, float, tuple[RankStands, ...], bool]
+"""Time without progress and its limit, both in seconds, the state of each rank, and whether the limit is over."""
 
 
 @dataclass
@@ -261,7 +269,7 @@ class _Sample:
 
 class HangWatch:
     """Watches one start. Call `poll` repeatedly. `floor_s`: no run is treated as hung before this time; None: a run is
-    never treated as hung."""
+    never treated as hung. Long before, ranks that show no sign of work are reported once."""
 
     def __init__(self, floor_s: float | None, log: Path):
         self._floor_s = floor_s
@@ -269,20 +277,26 @@ class HangWatch:
         self._samples: dict[int, _Sample] = {}
         self._sampled_s = self.signs.newest_s
         self._steps: dict[int, int] = {}
+        self._is_suspected = False
 
     def poll(self, ranks: Sequence[CountedRank]) -> Hang | None:
-        """Return the state of the ranks if no rank has shown a sign of work within the allowed time; otherwise None."""
+        """Return the state of the ranks if no rank has shown a sign of work within the allowed time, or for much longer
+        than a step takes; otherwise None."""
         now_s = time.monotonic()
         steps = {rank.number: rank.step for rank in ranks if rank.trainer}
         if self._floor_s is None or not steps or steps != self._steps:
             self._steps = steps
             self.signs.newest_s = now_s
             self._samples = {}
+            self._is_suspected = False
             return None
         deadline_s = max(step_deadline_s(rank.recent_s, self._floor_s) for rank in ranks)
         quiet_s = now_s - self.signs.newest_s
-        interval_s = max(ANSWER_S, deadline_s * (1 - QUIET_PART) / SAMPLES)
-        if quiet_s < deadline_s * QUIET_PART or now_s - self._sampled_s < interval_s:
+        late_s = [stall_after_s(rank.recent_s, deadline_s) for rank in ranks]
+        suspected_s = math.inf if self._is_suspected else max(SUSPECTED_S, *late_s)
+        is_early = quiet_s >= suspected_s
+        interval_s = ANSWER_S if is_early else max(ANSWER_S, deadline_s * (1 - QUIET_PART) / SAMPLES)
+        if quiet_s < min(suspected_s, deadline_s * QUIET_PART) or now_s - self._sampled_s < interval_s:
             return None
         passed_s = now_s - self._sampled_s
         self._sampled_s = now_s
@@ -290,8 +304,12 @@ class HangWatch:
         readings = self._read(ranks, passed_s)
         if (was_seen and working(readings)) or self.signs.log_has_grown() or not readings:
             self.signs.newest_s = now_s
+            self._is_suspected = False
         elif quiet_s > deadline_s and was_seen:
-            return quiet_s, deadline_s, self._describe(ranks, readings)
+            return quiet_s, deadline_s, self._describe(ranks, readings), True
+        elif is_early and was_seen:
+            self._is_suspected = True
+            return quiet_s, deadline_s, self._describe(ranks, readings), False
         return None
 
     def _read(self, ranks: Sequence[CountedRank], passed_s: float) -> dict[int, Reading]:
@@ -328,6 +346,7 @@ class HangWatch:
     def _describe(self, ranks: Sequence[CountedRank], readings: dict[int, Reading]) -> tuple[RankStands, ...]:
         """Return the state of the ranks. The stack of a stopped rank is read later, once the hang is confirmed."""
         stands = []
+        recorded = read_collectives([rank.trainer for rank in ranks if rank.trainer])
         for rank in ranks:
             if rank.trainer is None:
                 continue
@@ -345,6 +364,7 @@ class HangWatch:
                     waiting=in_library(main),
                     stopped=stopped,
                     ended=reading is None,
+                    collectives=tuple(with_line(recorded.get(rank.trainer.pid, ()), own_line(main))),
                 )
             )
         return tuple(stands)
@@ -382,6 +402,35 @@ def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> 
         with suppress(OSError):
             os.kill(trainer.pid, signal.SIGSTOP)
     return found
+
+
+def read_collectives(trainers: Sequence[CountedProcess]) -> dict[int, list[Collective]]:
+    """Ask processes for their newest collectives, and return these by process id. A stopped process does not answer."""
+    asked = {}
+    for trainer in trainers:
+        answer = trainer.stacks.parent / f"{trainer.pid}.collectives"
+        answer.unlink(missing_ok=True)
+        with suppress(OSError):  # the process has no process group, or is still answering
+            os.close(os.open(answer.with_suffix(".ask"), os.O_WRONLY | os.O_NONBLOCK))
+            asked[trainer.pid] = answer
+    deadline_s = time.monotonic() + RECORDED_S
+    found: dict[int, list[Collective]] = {}
+    while len(found) < len(asked) and time.monotonic() < deadline_s:
+        time.sleep(ANSWER_S / 50)
+        for pid in asked.keys() - found.keys():
+            if asked[pid].is_file():
+                found[pid] = read_recorder(read_object(asked[pid]), _is_installed)
+    return found
+
+
+def own_line(stack: str) -> str:
+    """Return the innermost line of the user's code, as `FILE:LINE in FUNCTION`; empty if the stack has none."""
+    own = next((frame for frame in _FRAME.findall(stack) if not _is_installed(frame[0])), None)
+    return f"{Path(own[0]).name}:{own[1]} in {own[2]}" if own else ""
+
+
+def _is_installed(file: str) -> bool:
+    return bool(_PYTHONS.search(file)) or _is_librarys(file)
 
 
 def main_stack(text: str, trainer: CountedProcess) -> str:
@@ -425,9 +474,16 @@ def name_late(ranks: Sequence[RankStands]) -> tuple[list[int], str]:
     if ended := sorted(rank.rank for rank in ranks if rank.ended):
         return ended, "it has ended"
     standing = {rank.rank: rank for rank in ranks}
+    if mismatch := find_mismatch({rank.rank: rank.collectives for rank in ranks}):
+        return list(mismatch.ranks) or numbers, mismatch.why
     unseen = any(_JAX.search(rank.stack) for rank in ranks)
     states = {
-        place: Whereabouts(waiting=unseen or standing[number].waiting)
+        place: Whereabouts(
+            waiting=unseen or standing[number].waiting,
+            collectives={one.group: one.number for one in standing[number].collectives},
+            entered=standing[number].collectives,
+            line=own_line(standing[number].stack),
+        )
         for place, number in enumerate(numbers)
         if not standing[number].stopped
     }

@@ -294,6 +294,29 @@ def nvmlDeviceGetNvLinkVersion(handle: _Device, link: int) -> int:
     return int(_ask("nvmlDeviceGetNvLinkVersion", handle, "nvlink_version"))
 
 
+def nvmlDeviceGetNvLinkErrorCounter(handle: _Device, link: int, counter: int) -> int:
+    nvmlDeviceGetNvLinkState(handle, link)
+    errors = int(_ask("nvmlDeviceGetNvLinkErrorCounter", handle, "nvlink_errors"))
+    return errors if (link, counter) == (0, 0) else 0
+
+
+def nvmlDeviceGetTemperature(handle: _Device, sensor: int) -> int:
+    return int(_ask("nvmlDeviceGetTemperature", handle, "celsius"))
+
+
+def nvmlDeviceGetTotalEccErrors(handle: _Device, kind: int, counter: int) -> int:
+    return int(_ask("nvmlDeviceGetTotalEccErrors", handle, "ecc"))
+
+
+def nvmlDeviceGetRemappedRows(handle: _Device) -> list[int]:
+    """Return the rows remapped after correctable and uncorrectable errors, and whether one is pending or failed."""
+    return list(_ask("nvmlDeviceGetRemappedRows", handle, "rows"))
+
+
+def nvmlDeviceGetCurrentClocksThrottleReasons(handle: _Device) -> int:
+    return int(_ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle, "throttle"))
+
+
 def nvmlDeviceGetMigMode(handle: _Device) -> list[int]:
     _fail("nvmlDeviceGetMigMode", handle)
     if not handle.facts.get("mig_capable", False):

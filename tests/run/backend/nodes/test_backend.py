@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from lab.agents import connect_agent
 
 from trainspec_cli.core.environment_names import LAUNCH_ID
 from trainspec_cli.core.errors import MachineError, WorkerError
-from trainspec_cli.recipe.results.doctor import Check, NodeReport
+from trainspec_cli.recipe.results.doctor import FAULTS, Check, NodeFault, NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend.nodes import backend as module
 from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, RecipeJobs
@@ -34,8 +34,14 @@ from trainspec_cli.run.channel.messages import (
 )
 from trainspec_cli.run.channel.wire import Wire
 from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.accounting import read_node_failures
+from trainspec_cli.run.folder.event_types.events import Event as FolderEvent
+from trainspec_cli.run.folder.event_types.events import NodeCheckedEvent, NodeFaultEvent
+from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.generations import UnplannedWork, read_secret
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.job import Job
+from trainspec_cli.run.recovery.reliability import repeated_faults
 from trainspec_cli.run.recovery.run_state import (
     AgentsFailed,
     Event,
@@ -72,10 +78,11 @@ class Lab:
         nodes: tuple[int, ...] = (),
         left_out: tuple[int, ...] = (),
         join_timeout_s: float | None = None,
+        job: Mapping[str, object] | None = None,
         **more: object,
     ):
         about = {"stop_grace_s": 1.0, "logs": root / "logs", "nodes": nodes, "left_out": left_out}
-        about["join_timeout_s"] = join_timeout_s
+        about |= {"join_timeout_s": join_timeout_s, **(job or {})}
         self.job = Job(root, start, {LAUNCH_ID: "secret"}, world_size=8, **about)  # type: ignore[arg-type]
         reach = Reach("127.0.0.1", start, return_timeout_s=60.0)
         self.backend = NodesBackend(self.job, plan, **{"reach": reach, **more})  # type: ignore[arg-type]
@@ -419,3 +426,71 @@ def test_in_the_end_every_agent_is_ended_and_waited_for(lab: Lab, monkeypatch: p
     assert not lab.job.run.secret(lab.backend.generation).exists()
     lab.wires.clear()
     lab.backend.kill = lambda: ()  # type: ignore[method-assign]
+
+
+# Nodes that have failed twice for one cause
+
+
+FALLEN = NodeFault("xid", "GPU 0000:3b:00", "Xid 79, the GPU has fallen off the bus")
+
+
+def fail_twice(run: RunDir, host: str, *more: FolderEvent) -> None:
+    """Note two failures of a node for one cause, and one of another node."""
+    writer = EventWriter(run.supervisor_events, -1)
+    for fault in (FALLEN, FALLEN):
+        writer.write(NodeFaultEvent(host=host, fault=fault))
+    writer.write(NodeFaultEvent(host="host0", fault=FALLEN))
+    for event in more:
+        writer.write(event)
+    writer.close()
+
+
+@pytest.fixture
+def open_again(open_lab: Callable[..., Lab], plan: Plan, tmp_path: Path) -> Callable[..., Lab]:
+    """Open the next start of a run on two nodes, of which host1 has failed twice."""
+
+    def make(*more: FolderEvent, **changes: object) -> Lab:
+        fail_twice(RunDir(tmp_path), "host1", *more)
+        only = replace(plan, num_nodes=2, replica_groups=1)
+        job = {"survives_lost_nodes": True, "is_restart": True}
+        return open_lab(only, job=job, **{"examination": Examination(("examine",), lambda reports: None), **changes})
+
+    return make
+
+
+def test_a_node_that_failed_twice_for_one_cause_is_not_used_again_unchecked(open_again: Callable[..., Lab]) -> None:
+    lab = open_again()
+    record = generations.read(lab.job.run, lab.backend.generation)
+    assert record is not None and (record.examine, record.suspects) == (("examine",), ("host1",))
+    agents = lab.call(0, 1)
+    lab.wait_until(lambda: lab.backend._hub.nodes[0].admitted)
+    assert not lab.backend._hub.nodes[1].admitted and PresenceChanged(0, "there") not in lab.events
+    agents[1].send(NodeExamined(SOUND))
+    lab.wait_for(PresenceChanged(0, "there"))
+    assert repeated_faults(read_node_failures(lab.job.run)) == {}, "it may fail twice again"
+
+
+@pytest.mark.parametrize("status", ["warn", "fail"])
+def test_a_node_whose_check_finds_its_fault_again_is_left_out(open_again: Callable[..., Lab], status: str) -> None:
+    lab = open_again()
+    agents = lab.call(0, 1)
+    agents[1].send(NodeExamined(NodeReport("host1", 1.0, (Check(FAULTS, status, FALLEN.text, "reboot it"),))))
+    lab.wait_until(lambda: any(isinstance(event, NodeUnfit) for event in lab.events))
+    (unfit,) = [event for event in lab.events if isinstance(event, NodeUnfit)]
+    assert (unfit.node, unfit.hostname, unfit.hint) == (1, "host1", "reboot it")
+    assert "2 times for the same cause (xid)" in unfit.why and FALLEN.text in unfit.why
+    assert lab.receive(agents[1]) == EndAgent()
+    assert repeated_faults(read_node_failures(lab.job.run)) == {"host1": ("xid", 2)}
+
+
+def test_without_checks_such_a_node_is_left_out(open_again: Callable[..., Lab]) -> None:
+    lab = open_again(examination=None)
+    lab.call(0, 1)
+    lab.wait_until(lambda: any(isinstance(event, NodeUnfit) for event in lab.events))
+    assert [event.node for event in lab.events if isinstance(event, NodeUnfit)] == [1]
+
+
+def test_a_node_that_has_passed_its_check_is_used_at_once(open_again: Callable[..., Lab]) -> None:
+    lab = open_again(NodeCheckedEvent(host="host1"))
+    lab.call(0, 1)
+    lab.wait_for(PresenceChanged(0, "there"))

@@ -190,7 +190,8 @@ class Agent:
             return CUT_OFF
         if self._plan and (problems := check_machine(self._plan.spec, self._machine)):
             raise MachineError(problems)
-        if self._record.examine:
+        suspects = self._record.suspects
+        if self._record.examine and (not suspects or node_name() in suspects):
             self._examine()
         job = self._kind.build_job(self._part)
         processes.kill(job.launch_id)  # processes left by an agent that was killed on this node
@@ -208,7 +209,7 @@ class Agent:
                         else:  # this agent has reconnected, so the start may be unknown here
                             self._wire.send(messages.GroupExited(message.group, message.number, None))
                     elif isinstance(message, messages.HangFound):
-                        running.record_hang(message.late)
+                        running.record_hang(message)
                     elif isinstance(message, messages.StopWorkers) and message.group is not None:
                         running.stop(message.group)
                     elif isinstance(message, messages.StopWorkers):

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Protocol
 
 from trainspec_cli.core.environment_names import LAUNCH_ID, SUPERVISOR
-from trainspec_cli.core.errors import MachineError, TrainspecError
+from trainspec_cli.core.errors import MachineError, Problem, TrainspecError
 from trainspec_cli.core.printable import format_duration
 from trainspec_cli.core.wings import Point
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSection
-from trainspec_cli.recipe.results.doctor import NodeReport
+from trainspec_cli.recipe.results.doctor import FAULTS, NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend.family import Family, start_guard
 from trainspec_cli.run.backend.hub import Came, Hub, Lost, News, RemoteNode, max_pending
@@ -32,16 +32,22 @@ from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, Runni
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.channel import messages
 from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.accounting import read_node_failures
+from trainspec_cli.run.folder.event_types.events import NodeCheckedEvent
+from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import Fence, GenerationRecord, UnplannedWork, create_secret
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
 from trainspec_cli.run.job.job import ENGINE, Job, build_node_job, next_log_folder, own_modules
 from trainspec_cli.run.job.machine import NodePlace, allow_connections, listen, listening_address
 from trainspec_cli.run.recovery import run_state
+from trainspec_cli.run.recovery.reliability import repeated_faults
 from trainspec_cli.run.rendezvous.address import Rendezvous
 
 AGENT = ("-m", "trainspec_cli.run.backend.nodes.agent")
 """Arguments for Python, followed by the run folder and the generation."""
+SUPERVISOR_RANK = -1
+"""The rank stated in the supervisor's events."""
 END_TIMEOUT_S = 12.0
 """Time in seconds to wait for an agent that was asked to end. After that, the agent notices that the hub is silent, and
 ends its processes by itself."""
@@ -140,13 +146,13 @@ class RunningNode(Protocol):
 
     def kill(self, group: int) -> None: ...
 
-    def record_hang(self, late: tuple[int, ...]) -> None:
-        """Record where in the code this node's ranks are, because the run is waiting for the ranks `late`."""
+    def record_hang(self, hang: messages.HangFound) -> None:
+        """Record where in the code this node's ranks are, because the run hangs or may be hanging."""
 
     def close(self) -> tuple[int, ...]: ...
 
 
-NameHang = Callable[[tuple[int, ...]], None]
+NameHang = Callable[[messages.HangFound], None]
 """Makes the nodes of a job record where in the code their ranks are."""
 
 
@@ -247,8 +253,11 @@ class NodesBackend:
         self._job = job
         self._plan = plan
         self._reach = reach
-        # A node that returns, or a spare, must not end a run that works without it.
-        self._examination = None if job.survives_lost_nodes and job.is_restart else examination
+        # A node that returns, or a spare, must not end a run that works without it. But one that has failed repeatedly
+        # for the same cause is not used again unchecked.
+        self._suspects = repeated_faults(read_node_failures(job.run)) if job.survives_lost_nodes else {}
+        skips = job.survives_lost_nodes and job.is_restart and not self._suspects
+        self._examination = None if skips else examination
         self._num_nodes = plan.num_nodes if plan else len(job.nodes)
         self._num_groups = plan.replica_groups if plan else 1
         self._places = (*job.nodes, *job.left_out)
@@ -373,8 +382,8 @@ class NodesBackend:
     def _nodes_of(self, group: int) -> range:
         return self._plan.nodes_of_group(group) if self._plan else range(self._num_nodes)
 
-    def _name_hang(self, late: tuple[int, ...]) -> None:
-        self._hub.send(messages.HangFound(late))
+    def _name_hang(self, hang: messages.HangFound) -> None:
+        self._hub.send(hang)
 
     def _starts_on(self, node: RemoteNode) -> list[RunningStart]:
         return [start for start in self._starts.values() if node.node in self._nodes_of(start.group)]
@@ -383,6 +392,8 @@ class NodesBackend:
         """Let workers start once every connected node has been checked, and after that on each node that reconnects."""
         here = [node for node in self._hub.nodes[: self._num_nodes] if not node.is_gone and not node.refusal]
         new = [node for node in here if node.wire and not node.admitted]
+        if self._suspects:
+            return self._admit_checked([node for node in here if node.wire and not node.admitted])
         if self._examination and any(node.report is None for node in here):
             return []
         if new and self._examination:
@@ -397,6 +408,30 @@ class NodesBackend:
         for node in new:
             node.admitted = True
         return []
+
+    def _admit_checked(self, new: Sequence[RemoteNode]) -> list[run_state.Event]:
+        """Admit connected nodes, but those that have failed repeatedly only if their examination finds nothing."""
+        events = []
+        for node in new:
+            if node.hostname not in self._suspects:
+                node.admitted = True
+                continue
+            cause, times = self._suspects[node.hostname]
+            failed = f"it has failed {times} times for the same cause ({cause})"
+            if not self._examination:
+                problem = Problem("unfit_host", f"{failed} and was not examined", hint="set run.preflight=true")
+                events.append(self._refuse(node, MachineError(problem)))
+            elif node.report is not None:
+                bad = [check for check in node.report.checks if check.status == "fail" or check.name == FAULTS]
+                if bad:
+                    problem = Problem("unfit_host", f"{failed}, and its check says: {bad[0].found}", hint=bad[0].advice)
+                    events.append(self._refuse(node, MachineError(problem)))
+                    continue
+                node.admitted = True
+                checked = EventWriter(self._job.run.supervisor_events, SUPERVISOR_RANK)
+                checked.write(NodeCheckedEvent(host=node.hostname))
+                checked.close()
+        return events
 
     def _refuse(self, node: RemoteNode, error: MachineError) -> run_state.Event:
         node.refusal = str(error)
@@ -441,6 +476,7 @@ class NodesBackend:
             logs=str(self._job.logs),
             worker=tuple(worker),
             examine=self._examination.command if self._examination else (),
+            suspects=tuple(sorted(self._suspects)),
             nodes=self._places,
             own=self._describe_work(self._port) if self._describe_work else None,
         )

@@ -28,8 +28,9 @@ from trainspec_cli.recipe.records import (
     from_plain,
     read_record,
 )
+from trainspec_cli.recipe.results.doctor import NodeFault
 from trainspec_cli.recipe.results.tables import MemorySetting
-from trainspec_cli.recipe.results.verdict import Look, RunVerdict
+from trainspec_cli.recipe.results.verdict import Collective, Look, RunVerdict
 
 PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "checkpoint", "other")
 """The parts of a step's time, which sum to `step_time_s`."""
@@ -270,6 +271,23 @@ class FailureMark(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFaultEvent(Event):
+    """A node has failed, and this is what it, or the loss of its connection, says about the cause."""
+
+    type: Literal["node_fault"] = "node_fault"
+    host: str
+    fault: NodeFault
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeCheckedEvent(Event):
+    """A node that had failed repeatedly was examined, and nothing was found."""
+
+    type: Literal["node_checked"] = "node_checked"
+    host: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EndedMark(Event):
     """All processes have ended."""
 
@@ -437,6 +455,12 @@ class LateStepEvent(Event):
     collectives: dict[str, int]
     """Number of collectives that this rank has entered, for each process group."""
     stack: str
+    entered: tuple[Collective, ...] = ()
+    """The newest collectives of each process group, if a flight recorder is on."""
+    late: tuple[Count, ...] | Absent = ABSENT
+    """For a user command: the ranks that the run waits for, as found when the hang was reported."""
+    why: str | Absent = ABSENT
+    """For a user command: why the run waits for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -446,6 +470,9 @@ class StallEvent(LateStepEvent):
     type: Literal["stall"] = "stall"
     usual_s: Seconds
     """Duration of the slowest previous step."""
+    early: bool = False
+    """True if the step may still take longer, but a collective has not ended for a while. Only collectives that can
+    never end, because the ranks have called different ones, then count as a hang."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -688,6 +715,8 @@ EVENT_TYPES: dict[str, type[Event]] = {
     "end": EndEvent,
     "launch": LaunchMark,
     "failure": FailureMark,
+    "node_fault": NodeFaultEvent,
+    "node_checked": NodeCheckedEvent,
     "ended": EndedMark,
 }
 ONE_OF = {

@@ -31,7 +31,7 @@ from trainspec_cli.wings.emulated import KIND, read_settings
 from trainspec_cli.wings.emulated.engine import norms
 from trainspec_cli.wings.emulated.engine.allocation_log import note_forward
 from trainspec_cli.wings.emulated.engine.costs import TIME, nbytes_of
-from trainspec_cli.wings.emulated.engine.exchanges import run_exchange, run_functional, wait_for
+from trainspec_cli.wings.emulated.engine.exchanges import read_collectives, run_exchange, run_functional, wait_for
 from trainspec_cli.wings.emulated.engine.host import HOST_MEMORY, READ_BYTES
 from trainspec_cli.wings.emulated.engine.memory import (
     DeviceStorage,
@@ -713,6 +713,7 @@ class EmulatedDevice:
         if settings.sizes:
             self.kind = replace(self.kind, collectives="fake")
         module: Any = DeviceModule()
+        module.read_collectives = read_collectives
         if TIME.costs is not None:
             module.host_time = lambda: HOST.now_s
             module.peak_flops = TIME.costs.peak_flops

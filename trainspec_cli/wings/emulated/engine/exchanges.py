@@ -15,7 +15,7 @@ import re
 import sysconfig
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +31,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trainspec_cli.core.environment_names import EMULATED
 from trainspec_cli.core.printable import format_bytes
+from trainspec_cli.recipe.results.verdict import Collective
+from trainspec_cli.run.recovery.collectives import NEWEST
 from trainspec_cli.wings.emulated import read_settings
 from trainspec_cli.wings.emulated.engine.costs import TIME, nbytes_of
 from trainspec_cli.wings.emulated.engine.streams import HOST, STREAMS, QueuedWork, Stream, StreamEvent, current_stream
@@ -181,6 +183,26 @@ def listed(arrivals: Mapping[int, Arrival]) -> str:
 # Groups and their exchanges
 
 
+@dataclass
+class Entered:
+    """An exchange that this rank has called. It does not keep the exchange's tensors in memory."""
+
+    number: int
+    arrival: Arrival
+    done: bool = False
+
+
+def read_collectives() -> list[Collective]:
+    """Return this rank's newest collectives of each group, oldest first. What the ranks must agree on is their kind."""
+    found = []
+    for communicator in _communicators.values():
+        group = f"{communicator.group.group_name}/{communicator.group.group_desc}"
+        for one in list(communicator.newest):
+            line = Path(one.arrival.text.rpartition(" at ")[2]).name
+            found.append(Collective(group=group, number=one.number, kind=one.arrival.agreed, done=one.done, line=line))
+    return found
+
+
 class Communicator:
     """The exchanges of a group. Collectives have separate connections, as with NCCL, because they have no fixed order
     relative to the host's collectives over the same group."""
@@ -193,6 +215,8 @@ class Communicator:
         because batched messages do not wait for one another."""
         self.numbers: defaultdict[str, int] = defaultdict(int)
         """Number of exchanges so far, separately for collectives (key "") and for messages between two ranks."""
+        self.newest: deque[Entered] = deque(maxlen=NEWEST)
+        """The newest collectives, for the report on a hanging step."""
 
     @cached_property
     def store(self) -> dist.PrefixStore:
@@ -260,6 +284,9 @@ class PendingExchange:
         """Starts the transfer over a process group, and returns its handle."""
         communicator.numbers[key] += 1
         self._key = f"{communicator.numbers[key]}{key}"
+        self._entered = Entered(communicator.numbers[key], mine)
+        if not key:
+            communicator.newest.append(self._entered)
         self._began_s = time.monotonic()
         self._is_reported = False
         self._work: Any = None
@@ -270,8 +297,8 @@ class PendingExchange:
             if time.monotonic() - self._began_s > min(LATE_S, timeout_s() / 2):
                 self._report()
             return False
-        done: bool = self._work.is_completed()
-        return done
+        self._entered.done = bool(self._work.is_completed())
+        return self._entered.done
 
     def wait(self) -> None:
         self._work.wait()

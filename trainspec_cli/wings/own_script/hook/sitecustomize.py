@@ -1,14 +1,18 @@
 """Count the optimizer steps of a program started by `trainspec run`, without changing the program.
 
 Python imports a module with this name at startup, and `trainspec run` puts this folder on PYTHONPATH. The module
-removes the folder from `sys.path`, waits until torch's optimizers are imported, and runs the user's sitecustomize. It
-uses only the standard library, because it runs in the user's Python (3.9 or later), where trainspec need not be
-installed. It prints nothing and ignores its own errors, because it must not affect the program.
+removes the folder from `sys.path`, waits until torch's optimizers and torch.distributed are imported, and runs the
+user's sitecustomize. It uses only the standard library, because it runs in the user's Python (3.9 or later), where
+trainspec need not be installed. It prints nothing and ignores its own errors, because it must not affect the program.
 
 After its first optimizer step, a process has a 4096-byte file FOLDER/PID-TIME.steps: a 64-byte `HEADER`, then `SLOTS`
 records of format `SLOT`. Step number N is in record N % SLOTS. Each step is written with one 16-byte `pwrite`. On a
 full disk the write fails, whereas a memory-mapped page would end the process with SIGBUS. SIGUSR2 appends the stacks of
-all threads to FOLDER/PID-TIME.stacks, unless the program handles that signal itself."""
+all threads to FOLDER/PID-TIME.stacks, unless the program handles that signal itself.
+
+After `torch.distributed.init_process_group`, a process has a pipe FOLDER/PID.ask. Whoever opens and closes the pipe for
+writing makes a thread write torch's flight recorder to FOLDER/PID.collectives: the process's newest collectives. Until
+then, the thread sleeps."""
 
 import os
 import sys
@@ -29,6 +33,7 @@ SLOT_BYTES = 16
 SLOTS = 252
 OPTIMIZERS = "torch.optim.optimizer"
 MODULES = "torch.nn.modules.module"
+DISTRIBUTED = "torch.distributed.distributed_c10d"
 STATE_MAKER = "_init_optim_state"
 """A torch.distributed.checkpoint function that takes a step only to create the optimizer's state."""
 
@@ -210,32 +215,106 @@ def _note_loads(owner):
     owner.load_state_dict = load_state_dict
 
 
-class OptimizerImport:
-    """A module finder that waits for the import of torch's optimizers, and then removes itself."""
+def _note_optimizers(module):
+    module.register_optimizer_step_post_hook(_stepped)
+    _note_loads(getattr(module, "Optimizer", None))
+    _note_loads(getattr(sys.modules.get(MODULES), "Module", None))
+
+
+def _note_process_groups(module):
+    """Let a process show its collectives once it has joined the others."""
+    import functools
+
+    join = module.init_process_group
+
+    @functools.wraps(join)
+    def init_process_group(*arguments, **keywords):
+        joined = join(*arguments, **keywords)
+        try:
+            _show_collectives()
+        except Exception:
+            pass
+        return joined
+
+    module.init_process_group = init_process_group
+
+
+def _show_collectives():
+    """Start the thread that writes the flight recorder when asked. torch's own threads are running by now, so a fork is
+    no less safe than before."""
+    import threading
+
+    name = os.path.join(_folder, str(os.getpid()))
+    if os.path.exists(name + ".ask"):
+        return
+    os.mkfifo(name + ".new-ask", 0o600)
+    os.rename(name + ".new-ask", name + ".ask")
+    threading.Thread(target=_answer_asks, args=(name,), name="trainspec", daemon=True).start()
+
+
+def _answer_asks(name):
+    try:
+        while True:
+            with open(name + ".ask", "rb") as ask:  # waits for someone who asks
+                ask.read()
+            text = _flight_record()
+            with open(name + ".new-collectives", "w") as file:
+                file.write(text)
+            os.rename(name + ".new-collectives", name + ".collectives")
+    except Exception:
+        pass
+
+
+def _flight_record():
+    """Return torch's flight recorder as JSON. Only NCCL's has the lines of code, because the host does not wait for
+    NCCL's collectives, and looking up lines takes a second at first."""
+    import json
+
+    c10d = sys.modules["torch"]._C._distributed_c10d
+    entries = []
+    dump = getattr(c10d, "_dump_fr_trace_json", None)
+    if dump is not None:
+        entries += json.loads(dump(True, False)).get("entries", ())
+    dump = getattr(c10d, "_dump_nccl_trace", None)
+    if dump is not None:
+        import pickle
+
+        entries = [one for one in entries if one["profiling_name"].startswith("gloo:")]
+        entries += pickle.loads(dump(True, True, False)).get("entries", ())
+    return json.dumps({"entries": entries[-NEWEST:]})
+
+
+class TorchImport:
+    """A module finder that waits for the import of one of torch's modules, and changes it."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != OPTIMIZERS:
+        change = CHANGES.pop(name, None)
+        if change is None:
             return None
         try:
-            sys.meta_path.remove(self)
+            if not CHANGES:
+                sys.meta_path.remove(self)
             import importlib.util
 
             spec = importlib.util.find_spec(name)
             load = spec.loader.exec_module
 
-            def load_and_register(module):
+            def load_and_change(module):
                 load(module)
                 try:
-                    module.register_optimizer_step_post_hook(_stepped)
-                    _note_loads(getattr(module, "Optimizer", None))
-                    _note_loads(getattr(sys.modules.get(MODULES), "Module", None))
+                    change(module)
                 except Exception:
                     pass
 
-            spec.loader.exec_module = load_and_register
+            spec.loader.exec_module = load_and_change
             return spec
         except Exception:
             return None
+
+
+CHANGES = {OPTIMIZERS: _note_optimizers, DISTRIBUTED: _note_process_groups}
+NEWEST = 200
+"""Number of collectives to write."""
 
 
 def _run_users_sitecustomize():
@@ -257,5 +336,5 @@ _launch, _, _folder = os.environ.get(PROGRESS, "").partition(":")
 sys.path[:] = [place for place in sys.path if os.path.abspath(place or ".") != _here]
 sys.modules["_trainspec_steps"] = sys.modules[__name__]
 if _launch and _launch == os.environ.get(LAUNCH_ID) and os.path.isdir(_folder):
-    sys.meta_path.insert(0, OptimizerImport())
+    sys.meta_path.insert(0, TorchImport())
 _run_users_sitecustomize()
