@@ -256,7 +256,7 @@ def test_a_run_reports_its_own_interval_and_times() -> None:
 
 
 def test_missing_spares_are_noted_where_they_cost_much() -> None:
-    short = replace(CLUSTER, reliability=replace(CLUSTER.reliability, spare_nodes=None, mtbf_device_hours=1e6))
+    short = replace(CLUSTER, reliability=replace(CLUSTER.reliability, spare_nodes=None, mtbf_device_hours=1e5))
     waiting = ResilienceSpec(after_node_loss="wait")
     (note,) = forecast(short, resilience=waiting).notes
     assert note.startswith("cluster.reliability.spare_nodes is 0")
