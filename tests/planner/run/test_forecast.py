@@ -118,7 +118,7 @@ def test_a_forecast_adds_up_and_comes_with_intervals() -> None:
     assert run.energy_joules and run.cost_usd
     assert sum(run.energy_parts_joules.values()) == pytest.approx(run.energy_joules.value)
     assert sum(run.cost_parts_usd.values()) == pytest.approx(run.cost_usd.value)
-    assert run.cost_usd.value == pytest.approx(16_384 * run.wall_time_s.value / 3600 * 2.5)
+    assert run.cost_usd.value == pytest.approx((16_384 + 32 * 8) * run.wall_time_s.value / 3600 * 2.5)
     for interval in (useful, run.energy_joules, run.carbon_kg, run.cost_usd):
         assert interval is not None and 0 < interval.low < interval.value < interval.high
 
@@ -256,7 +256,7 @@ def test_a_run_reports_its_own_interval_and_times() -> None:
 
 
 def test_missing_spares_are_noted_where_they_cost_much() -> None:
-    short = replace(CLUSTER, reliability=replace(CLUSTER.reliability, spare_nodes=None, mtbf_device_hours=1e6))
+    short = replace(CLUSTER, reliability=replace(CLUSTER.reliability, spare_nodes=None, mtbf_device_hours=1e5))
     waiting = ResilienceSpec(after_node_loss="wait")
     (note,) = forecast(short, resilience=waiting).notes
     assert note.startswith("cluster.reliability.spare_nodes is 0")
