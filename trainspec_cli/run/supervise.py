@@ -544,7 +544,8 @@ class Supervisor:
         found: list[tuple[str, NodeFault]] = []
         if isinstance(event, run_state.NodeLost) and event.hostname:
             found = [(event.hostname, NodeFault("lost", event.hostname, event.why))]
-        elif isinstance(event, run_state.GroupEnded) and not event.done:
+        # An anticipated error, or the loss of another node, is not this node's failure.
+        elif isinstance(event, run_state.GroupEnded) and not event.done and not event.foreseen:
             found = list({(one.hostname, one.fault.cause): (one.hostname, one.fault) for one in event.faults}.values())
         for host, fault in found:
             assert self._marks is not None, "a generation is open"

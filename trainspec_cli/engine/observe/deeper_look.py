@@ -29,7 +29,7 @@ from trainspec_cli.engine.observe.stack_samples import (
     is_in_exchange,
     sample_thread,
 )
-from trainspec_cli.engine.observe.watch import recorded_collectives
+from trainspec_cli.engine.observe.watch import recorder_entries
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.verdict import Look, LookOrder, OperationTime
@@ -304,7 +304,7 @@ class DeeperLook(threading.Thread):
         total = sum(one.times for one in seen)
         path = self._run_dir.look_trace(order.number)
         file = None
-        newest = sorted(recorded_collectives(), key=lambda entry: -entry["time_created_ns"])[:KEPT_COLLECTIVES]
+        newest = sorted(recorder_entries(), key=lambda entry: -entry["time_created_ns"])[:KEPT_COLLECTIVES]
         about: JsonObject = {
             "version": TRACE_VERSION,
             "order": to_plain(order),

@@ -289,16 +289,17 @@ _LOADER = str(Path(background.__file__).parents[1] / "data" / "loader.py")
 
 def unfinished_collectives() -> set[tuple[str, int]]:
     """Return the group and number of each collective that this rank has called and that has not ended."""
-    return {(one.group, one.number) for one in [*_recorded(True), *device_collectives()] if not one.done}
+    found = read_recorder({"entries": list(recorder_entries(only_unfinished=True))})
+    return {(one.group, one.number) for one in found + device_collectives() if not one.done}
 
 
-def _recorded(only_unfinished: bool) -> Iterator[Collective]:
-    """Yield the collectives in torch's flight recorders for gloo and NCCL, without lines; nothing if these are off."""
+def recorder_entries(only_unfinished: bool = False) -> Iterator[Any]:
+    """Yield the entries of torch's flight recorders for gloo and NCCL, without lines; nothing if these are off."""
     if os.environ.get("TORCH_FR_BUFFER_SIZE"):
         c10d = torch._C._distributed_c10d  # type: ignore[attr-defined]
         for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
             if dump := getattr(c10d, name, None):
-                yield from read_recorder(json.loads(dump(True, only_unfinished)))
+                yield from json.loads(dump(True, only_unfinished)).get("entries", [])
 
 
 def recorded_collectives(line: str = "") -> list[Collective]:
@@ -307,7 +308,7 @@ def recorded_collectives(line: str = "") -> list[Collective]:
     The host waits for gloo, so the main thread is still at the line that called the only unfinished collective. It may
     be far beyond the line that called one of NCCL's, and the flight recorder has to look up the line, which takes more
     than a second of processor time at first."""
-    found = list(_recorded(only_unfinished=False))
+    found = read_recorder({"entries": list(recorder_entries())})
     if any(not one.kind.startswith("gloo:") for one in found):
         dump = getattr(torch._C._distributed_c10d, NCCL_DUMP)  # type: ignore[attr-defined]
         found = [one for one in found if one.kind.startswith("gloo:")]

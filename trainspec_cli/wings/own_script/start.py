@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ from trainspec_cli.run.channel.messages import (
 )
 from trainspec_cli.run.failure import WorkerFailure, explain, with_faults
 from trainspec_cli.run.folder import generations
-from trainspec_cli.run.folder.event_types.events import HangEvent, StallEvent
+from trainspec_cli.run.folder.event_types.events import HangEvent, LateStepEvent, StallEvent
 from trainspec_cli.run.folder.generations import note_stop
 from trainspec_cli.run.folder.paths import COMMAND
 from trainspec_cli.run.folder.record import WorkerErrorRecord, write_error
@@ -314,7 +314,7 @@ class OwnNode:
                 if main := main_stack(text, rank.trainer):
                     stands = replace(stands, stack=main, place=locate(main))
             step = max(one.step for one in self._stands.ranks) + 1
-            late_step = partial(StallEvent, usual_s=max(rank.recent_s, default=0.0))
+            late_step: Callable[..., LateStepEvent] = partial(StallEvent, usual_s=max(rank.recent_s, default=0.0))
             if hang.is_over:
                 late_step = partial(HangEvent, deadline_s=self._stands.deadline_s)
             event = late_step(
