@@ -6,10 +6,12 @@ import gc
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from lab.events import started, write_event
 
 from trainspec_cli.engine.data.loader import count_attended
 from trainspec_cli.engine.observe import counters
@@ -22,6 +24,7 @@ from trainspec_cli.engine.observe.counters import (
     window_steps,
 )
 from trainspec_cli.recipe.records import ABSENT
+from trainspec_cli.run.folder.paths import RunDir
 
 PARTS_S = {"forward": 0.2, "exposed_comm": 0.05}
 BATCH = [(torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))]
@@ -212,3 +215,16 @@ def test_segments_are_counted_past_the_end_of_the_kernel_s_counter(monkeypatch):
     assert counter.cut() == ()
     (counted,) = counter.cut()
     assert (counted.segments, counted.sent_bytes) == (8, 8000)
+
+
+def test_a_restart_takes_the_peak_that_the_runs_first_start_measured(tmp_path: Path) -> None:
+    """With the same device and format."""
+    run = RunDir(tmp_path)
+    device = torch.device("cpu")
+    assert counters.measured_before(run, device, torch.float32) is None
+    source = counters.measured_source(torch.float32)
+    for peak_flops in (5.0, 6.0):
+        about = {"device_name": counters.device_name(device), "peak_flops": peak_flops, "peak_source": source}
+        write_event(run.events(0), replace(started(), **about))
+    assert counters.measured_before(run, device, torch.float32) == counters.Peak(5.0, source)
+    assert counters.measured_before(run, device, torch.bfloat16) is None

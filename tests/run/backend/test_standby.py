@@ -36,8 +36,9 @@ def ready(monkeypatch: pytest.MonkeyPatch) -> Iterator[psutil.Process]:
     monkeypatch.setattr(standby, "_due_s", 0.0)
     keep_standby(BEFORE)
     (waiting,) = standby._waiting
-    wait_for(lambda: waiting.is_ready)
-    yield psutil.Process(waiting.process.pid)
+    process = psutil.Process(waiting.process.pid)
+    wait_for(lambda: process.name() == "standby")
+    yield process
     end_standby()
     for process in processes.kill(LAUNCH):
         process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import socket
 import time
@@ -184,3 +185,27 @@ def test_a_pending_peer_without_proof_is_given_up(monkeypatch: pytest.MonkeyPatc
             pending.advance()
         pending.close()
         assert ours.fileno() == -1
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only on Linux")
+def test_a_peer_whose_system_is_off_is_told_from_one_that_closed_its_connection(
+    ends: tuple[Wire, socket.socket],
+) -> None:
+    """The system closes a connection whose data is not acknowledged in time, with an error of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        remote = Wire(socket.create_connection(server.getsockname()))
+        limit_ms = remote._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert limit_ms == wires.UNREACHABLE_S * 1000
+        remote._connection.close()
+
+        class Unreachable:
+            def send(self, data: bytes) -> int:
+                raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+        remote._connection = Unreachable()  # type: ignore[assignment]
+        remote.send(Beat())
+        assert remote.closed and remote.is_unreachable
+    wire, peer = ends
+    peer.close()
+    wire.receive()
+    assert wire.closed and not wire.is_unreachable

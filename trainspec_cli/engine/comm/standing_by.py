@@ -12,7 +12,6 @@ from pathlib import Path
 
 from trainspec_cli.core.environment_names import GROUP, LAUNCH_ID, MARKS
 
-READY = b"r"
 TITLE = "standby"
 """The process's name while it waits, as shown by `ps` and `top`."""
 
@@ -24,7 +23,6 @@ def stand_by(descriptor: int) -> None:
         title = Path("/proc/self/comm")
         usual = title.read_text()
         title.write_text(TITLE)
-        owner.sendall(READY)
         head, descriptors, _, _ = socket.recv_fds(owner, 8, 1)
         if len(head) < 8:
             sys.exit(0)

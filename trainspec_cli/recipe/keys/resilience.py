@@ -110,8 +110,8 @@ class ResilienceSpec:
     """
     standby: bool = True
     """On several nodes (Linux): each node and each spare keeps a process ready that has imported torch and the engine,
-    so that a restart need not wait for that. It takes about 0.25 GB of host memory and no GPU memory. Under Slurm, where each
-    restart begins with new processes, only runs with replica groups do this."""
+    so that a restart need not wait for that. It takes about 0.25 GB of host memory and no GPU memory. Not under Slurm,
+    where each restart begins with new processes."""
     hang_floor_s: PositiveFloat | None = 120.0
     """A step is treated as hung if it takes at least this long and at least five times as long as the slowest step
     before it. The run then ends and shows the ranks' stacks. null: wait forever."""

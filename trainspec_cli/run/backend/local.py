@@ -160,7 +160,7 @@ class NodeProcesses:
         self._starts[group] = _GroupProcesses(job, family, group, number, self._passed)
 
     def poll(self) -> list[ProcessMessage]:
-        if self._keeps_standby:
+        if self._keeps_standby and self._starts:
             keep_standby(self._job.environment)
         return [message for processes_of in self._starts.values() for message in processes_of.poll()]
 

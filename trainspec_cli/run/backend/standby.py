@@ -7,6 +7,7 @@ owner exits, the socket closes, and it exits too. It has no CUDA context, becaus
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from trainspec_cli.core.environment_names import (
@@ -31,7 +31,6 @@ from trainspec_cli.run.job.job import TORCHRUN
 
 OPTION = "--standby"
 """Makes torchrun's entry point wait; followed by the socket's descriptor."""
-READY = b"r"
 DELAY_S = 5.0
 """Seconds from a start of workers until the next standby is started, so that its imports do not delay their first
 step."""
@@ -64,19 +63,11 @@ class _Standby:
                 start_new_session=True,
                 pass_fds=(theirs.fileno(),),
             )
-        self._socket.setblocking(False)
-
-    @property
-    def is_ready(self) -> bool:
-        with suppress(BlockingIOError):
-            return self._socket.recv(1, socket.MSG_PEEK) == READY and self.process.poll() is None
-        return False
 
     def become(self, arguments: Sequence[str], environment: Mapping[str, str], log: int) -> None:
         """Let it run torchrun with these arguments and this environment; its output goes to the descriptor `log`.
         Raises OSError if it is gone."""
         request = json.dumps([list(arguments), dict(environment)]).encode()
-        self._socket.setblocking(True)
         socket.send_fds(self._socket, [len(request).to_bytes(8, "little")], [log])
         self._socket.sendall(request)
         self._socket.close()
@@ -91,11 +82,13 @@ def keep_standby(environment: Mapping[str, str]) -> None:
     """Start a standby for later starts with the job's `environment`, unless this process has one or it is too early."""
     if sys.platform == "linux" and not _waiting and time.monotonic() >= _due_s:
         _waiting.append(_Standby(environment))
+        atexit.register(end_standby)  # one that is still importing would notice only later that its owner is gone
 
 
 def take_standby(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes] | None:
     """Let the standby run `command`, a torchrun, with the job's `environment` added to this process's; its output is
-    appended to `log`. Return its process; None if no standby is ready for this."""
+    appended to `log`. Return its process; None if there is no standby for this. One that is still importing is used,
+    too, because it is ahead of a new process."""
     global _due_s
     if tuple(command[: len(TORCHRUN)]) != TORCHRUN:
         return None
@@ -103,7 +96,7 @@ def take_standby(command: Sequence[str], environment: Mapping[str, str], log: Pa
     if not _waiting:
         return None
     standby = _waiting.pop()
-    if not standby.is_ready or standby.imported_with != _without_start(environment):
+    if standby.process.poll() is not None or standby.imported_with != _without_start(environment):
         standby.end()
         return None
     with log.open("ab") as output:

@@ -343,15 +343,14 @@ def test_an_agent_whose_number_is_taken_starts_and_kills_nothing(lab: Lab, monke
 
 
 @pytest.mark.parametrize(
-    ("groups", "serves_once", "standby", "keeps"),
-    [(1, False, True, True), (1, True, True, False), (2, True, True, True), (1, False, False, False)],
+    ("serves_once", "standby", "keeps"), [(False, True, True), (True, True, False), (False, False, False)]
 )
 def test_an_agent_prepares_later_starts_if_it_will_serve_them(
-    tmp_path: Path, make_plan, groups: int, serves_once: bool, standby: bool, keeps: bool
+    tmp_path: Path, make_plan, serves_once: bool, standby: bool, keeps: bool
 ) -> None:
-    """An agent that Slurm starts serves one generation, in which only replica groups restart."""
+    """An agent that Slurm starts serves one generation."""
     plan = make_plan()
-    plan = replace(plan, spec=replace(plan.spec, resilience=ResilienceSpec(standby=standby)), replica_groups=groups)
+    plan = replace(plan, spec=replace(plan.spec, resilience=ResilienceSpec(standby=standby)))
     record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), ())
     place = NodePlace(1, 2, "127.0.0.1")
     part = NodePart(RunDir(tmp_path), plan, record, place, Machine("host", 2, 2**30), serves_once)

@@ -129,10 +129,8 @@ class NodePart:
 
     @property
     def keeps_standby(self) -> bool:
-        """Return whether this process prepares later starts (`standby.py`): of replica groups, which restart within a
-        generation, or of the next generation."""
-        plan = self.plan
-        return plan is not None and plan.spec.resilience.standby and (plan.replica_groups > 1 or not self.serves_once)
+        """Return whether this process prepares later starts (`standby.py`)."""
+        return self.plan is not None and self.plan.spec.resilience.standby and not self.serves_once
 
 
 class RunningNode(Protocol):
