@@ -59,6 +59,7 @@ from trainspec_cli.run.recovery.run_state import (
     NodesSeen,
     NodeStopRequested,
     NodeUnfit,
+    Noted,
     Orphaned,
     Presence,
     PresenceChanged,
@@ -183,8 +184,12 @@ def next_action(state: RunState, event: Event) -> Decision:
             return _stop(state._replace(stop_requested=True))
         case RendezvousRestarted():
             return state, (Inform("the rendezvous server ended; it starts again"),)
-        # These events are only recorded; what happens next depends on the presence of the groups' nodes
-        case NodeBack() | NodesSeen():
+        # What happens next depends on the presence of the groups' nodes
+        case NodeBack():
+            return state, (Inform(f"{label_node(event.node, event.hostname)} is connected again"),)
+        case Noted(text):
+            return state, (Inform(text),)
+        case NodesSeen():
             return state, ()
 
 

@@ -4,6 +4,8 @@ It runs this node's workers on the hub's request, and reports how they exit. The
 that was dropped because it is too slow, is connected but runs nothing. If the hub is silent for too long, the agent
 considers this node disconnected and ends its processes, because the job continues elsewhere. In a run with replica
 groups, the agent reconnects when it can. Under Slurm, the node's number is the task's number.
+
+`--joins I` instead of `--node I`: the agent replaces that of a lost node. A signal ends this agent, but not the run.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
-from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
+from trainspec_cli.core.errors import Interrupted, MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.node import node_name, private_files
+from trainspec_cli.core.printable import label_node
 from trainspec_cli.core.reading.files import parse_json
 from trainspec_cli.core.wings import part_named
 from trainspec_cli.recipe.records import from_plain
@@ -38,7 +42,7 @@ from trainspec_cli.run.folder.generations import GenerationRecord, read_secret
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.job.machine import NodePlace, detect
-from trainspec_cli.run.signals import PatientRequests, on_stop_signal
+from trainspec_cli.run.signals import PatientRequests, interrupt, on_stop_signal
 
 APPEAR_TIMEOUT_S = 60.0
 """Time in seconds that a network file system may take to show a new file on another node."""
@@ -47,23 +51,54 @@ RETURN_INTERVAL_S = 1.0
 """Interval between a disconnected agent's attempts to reconnect."""
 CUT_OFF, UNFIT = 3, 4
 """Exit codes of an agent that lost its connection to the hub, and of one whose node is unfit."""
+ENDS = {
+    0: "ends, because the first node has ended this start",
+    CUT_OFF: "ends, because it has lost the connection to the first node",
+    UNFIT: "ends, because the node cannot take part",
+}
+"""Exit code -> the last line in the log."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--node", type=int, default=os.environ.get("SLURM_PROCID"))
+    parser.add_argument("--joins", type=int)
     parser.add_argument("run", type=RunDir)
     parser.add_argument("generation", type=int)
     options = parser.parse_args()
     # Slurm sends this warning signal to every process of a step; only the supervisor acts on it
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    sys.exit(run_agent(options.run, options.generation, int(options.node)))
+    is_replacement = options.joins is not None
+    node = options.joins if is_replacement else int(options.node)
+    try:
+        code = run_agent(options.run, options.generation, node, partial(say_joined, node), alone=is_replacement)
+    except KeyboardInterrupt:
+        say(node, "ends, because it was asked to")
+        sys.exit(Interrupted.exit_code)
+    say(node, ENDS.get(code, f"ends with code {code}"))
+    sys.exit(code)
+
+
+def say(node: int, what: str) -> None:
+    """Print a line to the agents' common log."""
+    print(f"{time.strftime('%H:%M:%S')} {label_node(node, node_name())}: {what}", flush=True)
+
+
+def say_joined(node: int, record: GenerationRecord) -> None:
+    logs = Path(record.logs) / f"node{record.place_of(node):05d}"
+    say(node, f"joins start {record.generation} at {record.head}:{record.hub_port}; its output goes to {logs}")
 
 
 def run_agent(
-    run: RunDir, generation: int, node: int, begin: Callable[[GenerationRecord], None] = lambda _: None
+    run: RunDir,
+    generation: int,
+    node: int,
+    begin: Callable[[GenerationRecord], None] = lambda _: None,
+    *,
+    alone: bool = False,
 ) -> int:
-    """Take part in one generation of a run. Return 0 when the hub has ended it, otherwise `CUT_OFF` or `UNFIT`.
+    """Take part in one generation of a run. Return 0 when the hub has ended it, otherwise `CUT_OFF` or `UNFIT`. A
+    signal stops the run or, with `alone`, only this agent (KeyboardInterrupt).
 
     `begin` is called once the first node's record has been read, before anything is started. Raises MachineError if the
     hub cannot be reached, and RecipeError if another agent has the node's number."""
@@ -76,7 +111,7 @@ def run_agent(
     def goes_on() -> bool:
         return not requests.count and not run.result_json.is_file() and generations.newest(run) == generation
 
-    with on_stop_signal(requests.add), private_files():
+    with on_stop_signal(interrupt if alone else requests.add), private_files():
         if plan and plan.replica_groups > 1:
             return _keep_serving(serve, goes_on, plan.spec.run.join_timeout_s)
         return serve()

@@ -48,6 +48,21 @@ DRAIN_S = 5.0
 """Time in seconds that srun may take to exit after all agents have ended."""
 
 
+class Replacements(Protocol):
+    """Finds other machines for the lost nodes of a run with replica groups. No method but `close` may block."""
+
+    def ask(self, node: int, hostname: str, generation: int) -> None:
+        """Find a machine in place of the lost node `node`, which joins this generation under the same number."""
+
+    def withdraw(self, node: int, hostname: str = "") -> None:
+        """Note that the node is connected, from `hostname`."""
+
+    def take_news(self) -> list[str]:
+        """Return the messages for the user since the last call."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Reach:
     """How this process reaches the nodes of a job."""
@@ -67,6 +82,8 @@ class Reach:
     lost: tuple[tuple[int, str], ...] = ()
     """The nodes that were lost with the first node from which this one takes over the run, and their hostnames, if
     known."""
+    replacements: Replacements | None = None
+    """None if users start lost nodes again themselves."""
 
 
 def agent_command(node: int | None = None) -> tuple[str, ...]:
@@ -207,6 +224,8 @@ class NodesBackend:
         self._examination = None if job.survives_lost_nodes and job.is_restart else examination
         self._num_nodes = plan.num_nodes if plan else len(job.nodes)
         self._num_groups = plan.replica_groups if plan else 1
+        # A run with one group restarts without the lost node, or its job is requeued.
+        self._replacements = reach.replacements if self._num_groups > 1 else None
         self._places = (*job.nodes, *job.left_out)
         """The numbers of the job's nodes; those beyond the plan's nodes are spares."""
         job.logs.mkdir(parents=True, exist_ok=True)
@@ -285,6 +304,7 @@ class NodesBackend:
                 )
             events += [run_state.NodesSeen(hostnames, waiting)]
         events += poll_starts(self._starts)
+        events += [run_state.Noted(text) for text in (self._replacements.take_news() if self._replacements else ())]
         return events + (self._rendezvous_watch.poll() if self._rendezvous_watch else [])
 
     def stop(self, group: int | None = None) -> None:
@@ -310,7 +330,9 @@ class NodesBackend:
         if isinstance(message, Came):
             returned = node.node in self._lost
             self._lost.discard(node.node)
-            return [run_state.NodeBack(self._number(node))] if returned else []
+            if self._replacements:
+                self._replacements.withdraw(self._number(node), node.hostname)
+            return [run_state.NodeBack(self._number(node), node.hostname)] if returned else []
         if isinstance(message, Lost):
             return [self._lose(node, node.loss)]
         if isinstance(message, messages.NodeRefuses):
@@ -327,6 +349,8 @@ class NodesBackend:
 
     def _lose(self, node: RemoteNode, why: str) -> run_state.NodeLost:
         self._lost.add(node.node)
+        if self._replacements:
+            self._replacements.ask(self._number(node), node.hostname, self.generation)
         there = self._starts_on(node)
         for start in there:
             start.lose(node.node, self._number(node), node.hostname, why)
@@ -429,6 +453,8 @@ class NodesBackend:
         if self._rendezvous:
             self._rendezvous.close()
         self._end_starter(in_order=in_order)
+        if self._replacements:
+            self._replacements.close()
         return close_family(self._guarded[1], self._guarded[0]) if self._guarded else ()
 
     def _end_starter(self, *, in_order: bool) -> None:
