@@ -111,7 +111,7 @@ def begin(
         checkpoint_step,
         memory_ladder=memory_ladder,
         restarts_left=restarts_left,
-        survives_lost_nodes=survives_lost_nodes and resilience.mode == "restart",
+        survives_lost_nodes=survives_lost_nodes and (resilience.mode == "restart" or restarts_left is not None),
         took_over=took_over,
     )
 
@@ -292,7 +292,9 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
         return state, ()
     state = state._replace(exit_code=event.exit_code, checkpoint_step=event.checkpoint_step)
     only_orphans_killed = group.kill_at_s < math.inf
-    if event.done and (state.is_alone or group.phase == "running" or only_orphans_killed):
+    # A user's command may exit with code 0 when it is asked to stop.
+    has_left = bool(state.leaving) and state.restarts_left is not None
+    if event.done and not has_left and (state.is_alone or group.phase == "running" or only_orphans_killed):
         return _drop_waiting(_change(state, event.group, phase="done")), ()
     state = _change(state, event.group, phase="gone", failures_in_a_row=group.failures_in_a_row + 1)
     # The group was asked to exit, so this is a failure only if it exited in another way.
@@ -436,21 +438,31 @@ def _does_without(state: RunState, node: int) -> bool:
     only = state.groups[0]
     has_run = only.starts > 0 or state.took_over
     may_leave = state.resilience.after_node_loss == "continue" and node not in state.replaced
-    return has_run and may_leave and may_restart(state.resilience, only.restarts_s, state.now_s)
+    return has_run and may_leave and _may_restart_run(state)
+
+
+def _may_restart_run(state: RunState) -> bool:
+    if state.restarts_left is not None:
+        return state.restarts_left > 0
+    return may_restart(state.resilience, state.groups[0].restarts_s, state.now_s)
 
 
 def _after_leaving(state: RunState, event: GroupEnded) -> Decision:
     """Restart with other nodes. If a node was lost, or the workers did not exit as requested, this is a failure."""
     group = state.groups[0]
     over = state.stop_requested or state.stopping or bool(event.left_behind)
+    has_budget = state.restarts_left is not None
     state = state._replace(last_failure=event.headline)
     if any(isinstance(one, NodeLost) for one in state.leaving):
-        if over or not may_restart(state.resilience, group.restarts_s, state.now_s):
+        if over or not _may_restart_run(state):
             return state, (RecordLosses(),)
+        if state.restarts_left is not None:
+            state = state._replace(restarts_left=state.restarts_left - 1)
         state, _ = _wait(_change(state, 0, needs_generation=True), 0)
         return state, ()
     failed = event.own_error or event.foreseen or event.checkpoint_step <= group.checkpoint_step
-    if over or failed:
+    # The exit code of a user's command that was asked to stop says nothing.
+    if over or (failed and not has_budget):
         return _after_failure_of_run(state, event)
     state = _change(state, 0, is_planned=True, needs_generation=True, failures_in_a_row=0)
     state, _ = _wait(state, 0)

@@ -120,9 +120,15 @@ def show_topology() -> str:
 def _run(command: Sequence[str], hint: str, environment: Mapping[str, str] | None = None) -> str:
     """Run a command and return its output. Raises MachineError."""
     name = command[0]
-    about = {"capture_output": True, "text": True, "timeout": TIMEOUT_S, "stdin": subprocess.DEVNULL}
     try:
-        done = subprocess.run(command, env=environment, **about)
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+        )
     except FileNotFoundError as error:
         hint = "use a login node of the cluster, or print the script here without --submit"
         raise _failed("no_slurm", f"{name} is not installed on this node", hint) from error

@@ -10,10 +10,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.core.errors import MachineError, Problem, RecipeError, WorkerError
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError, WorkerError
 from trainspec_cli.core.node import check_tree
 from trainspec_cli.core.printable import format_duration
 from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.resilience import NodeLossResponse
 from trainspec_cli.recipe.keys.run import RunSection, RunSpec
 from trainspec_cli.recipe.records import Absent
 from trainspec_cli.reporter.console import RunConsole
@@ -23,7 +24,9 @@ from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, agent_comma
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
-from trainspec_cli.run.folder.record import RunResult, read_plan, read_result
+from trainspec_cli.run.folder.record import RunResult, read_plan, read_plan_of_all_nodes, read_result
+from trainspec_cli.run.job.folder import is_running
+from trainspec_cli.run.job.machine import own_address
 from trainspec_cli.session.launching.kinds import kind_of
 
 RETRY_S = 0.5
@@ -41,6 +44,10 @@ class NodeOptions:
     node_rank: int = 0
     endpoint: str | None = None
     """HOST:PORT"""
+    min_nodes: int | None = None
+    """For a user's command: the smallest number of nodes on which it continues after losses; None for `nnodes`."""
+    spare_nodes: int = 0
+    """For a user's command: nodes in addition to `nnodes` that replace lost ones. (A recipe states its own.)"""
     of_slurm: bool = False
     """True if srun started this command on each node. In that case, hints must not ask the user to run it there."""
 
@@ -96,6 +103,40 @@ def check_recipe(run: RunDir, record: GenerationRecord) -> None:
         raise RecipeError(Problem("usage", message, hint="use the same command on each node"))
 
 
+def response_of_recipe(run: RunDir) -> NodeLossResponse:
+    resilience = read_plan(run).spec.resilience
+    if resilience.survives_first_node:
+        return "continue"
+    return "wait" if resilience.survives_lost_nodes else "end"
+
+
+def take_over(run: RunDir, lost_in: GenerationRecord, node: int, console: RunConsole, joined: Joined) -> int | None:
+    """Supervise a run from this node, `node`, after its first node was lost in the start `lost_in`; the other nodes
+    join this node's starts. Return the run's exit code; None if another supervisor has the run."""
+    if joined.take_over is None or is_running(run):
+        return None
+    first, *others = lost_in.nodes[: lost_in.num_nodes]
+    spares = lost_in.nodes[lost_in.num_nodes :]
+    own = (node, *(other for other in others if other != node))
+    away = (first, *(spare for spare in spares if spare != node))
+    missing = away[: max(1, joined.num_nodes(run) - len(own))]
+    reach = Reach(
+        own_address(lost_in.head),
+        agent_command(node),
+        return_timeout_s=joined.wait_s,
+        nodes=(*own, *away),
+        lost=tuple((other, lost_in.host if other == first else "") for other in missing),
+    )
+    console.report(f"node {node}: takes over the run, because its first node, {lost_in.host}, is gone")
+    try:
+        return joined.take_over(run, reach, console)
+    except TrainspecError as error:
+        if error.problems[0].code in ("still_running", generations.FENCED):
+            console.report(f"node {node}: another node has the run")
+            return None
+        raise
+
+
 @dataclass(frozen=True)
 class Joined:
     """A node's expectations of the run that it joins. The defaults describe a recipe run."""
@@ -108,27 +149,28 @@ class Joined:
     """Key or option that specifies the run folder."""
     join_key: str = JOIN_KEY
     """Key or option that specifies how long nodes wait for one another."""
+    wait_s: float = RunSection.join_timeout_s
+    """Time in seconds that nodes wait for one another."""
     of_slurm: bool = False
     """True if srun merges the output of all nodes, so that the first node's progress is already visible."""
-    take_over: Callable[[RunDir, GenerationRecord, int, RunConsole], int | None] | None = None
-    """Supervises the run from this node after the loss of its first node during a start, and returns the run's exit
-    code; None if another supervisor has the run. None for runs that end with their first node."""
+    num_nodes: Callable[[RunDir], int] = lambda run: read_plan_of_all_nodes(run).num_nodes
+    """Returns the number of nodes that the run uses if none is lost."""
+    first_node_loss: Callable[[RunDir], NodeLossResponse] = response_of_recipe
+    """Returns what follows from the loss of the first node: another node takes over the run (continue), the others wait
+    for the first node, or the run ends."""
+    take_over: Callable[[RunDir, Reach, RunConsole], int] | None = None
+    """Supervises the run from this node after the loss of the first node, and returns the run's exit code. Raises
+    TrainspecError if another supervisor has the run. None if the run ends with its first node in any case."""
 
 
-def join(
-    run_dir: str,
-    node: int,
-    console: RunConsole,
-    *,
-    wait_s: float = RunSection.join_timeout_s,
-    joined: Joined = Joined(),
-) -> int:
+def join(run_dir: str, node: int, console: RunConsole, joined: Joined = Joined()) -> int:
     """Join a run started by the first node, as node `node`; return the run's exit code.
 
     Joins every start by the first node until the run has a result. If the first node is lost, one of the others takes
-    over, and the rest join its starts. Raises MachineError if no first node starts within `wait_s`, or if other users
-    can write to the run folder."""
+    over, and the rest join its starts. Raises MachineError if no first node starts in time, or if other users can write
+    to the run folder."""
     run = RunDir(Path(run_dir).absolute())
+    wait_s = joined.wait_s
     served = 0
     deadline = time.monotonic() + wait_s
     # The error for a missing first node; its hint uses the terminology of `trainspec launch`, `run`, or srun.
@@ -146,9 +188,9 @@ def join(
     while not (served and run.result_json.is_file()):
         if time.monotonic() > deadline:
             is_newest = generations.newest(run) in (served, tried)
-            if lost_in is None or joined.take_over is None or (is_newest and time.monotonic() > gives_up_at):
+            if lost_in is None or (is_newest and time.monotonic() > gives_up_at):
                 break
-            code = joined.take_over(run, lost_in, node, console) if is_newest else None
+            code = take_over(run, lost_in, node, console, joined) if is_newest else None
             if code is not None:
                 return code
             deadline = min(gives_up_at, time.monotonic() + RESULT_TIMEOUT_S)
@@ -173,15 +215,14 @@ def join(
                 served = generation
                 gives_up_at = deadline = time.monotonic() + RESULT_TIMEOUT_S
                 lost_in = None
-                resilience = read_plan(run).spec.resilience if code == CUT_OFF and joined.take_over else None
-                if resilience and resilience.survives_lost_nodes:
+                response = joined.first_node_loss(run) if code == CUT_OFF and joined.take_over else "end"
+                if response == "continue":
                     gives_up_at = deadline + wait_s
-                    if resilience.survives_first_node:
-                        # The node with the lowest number is the first to take over.
-                        lost_in = generations.read(run, generation)
-                        deadline += node * RETRY_S
-                    else:
-                        deadline = gives_up_at
+                    # The node with the lowest number is the first to take over.
+                    lost_in = generations.read(run, generation)
+                    deadline += node * RETRY_S
+                elif response == "wait":
+                    gives_up_at = deadline = deadline + wait_s
             except MachineError as error:  # perhaps from an earlier start whose first node is gone
                 refusal = error
                 if lost_in and generation > tried:  # the node that took over may be lost, too

@@ -41,6 +41,7 @@ from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord, read_secret
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
+from trainspec_cli.run.job.folder import find_owner
 from trainspec_cli.run.job.machine import NodePlace, detect
 from trainspec_cli.run.signals import PatientRequests, interrupt, on_stop_signal
 
@@ -109,7 +110,9 @@ def run_agent(
     serve = partial(_serve, run, plan, record, record.place_of(node), requests)
 
     def goes_on() -> bool:
-        return not requests.count and not run.result_json.is_file() and generations.newest(run) == generation
+        is_over = run.result_json.is_file() or generations.newest(run) > generation
+        # Without an owner, the first node is down, and another one takes over.
+        return not requests.count and not is_over and find_owner(run) is not None
 
     with on_stop_signal(interrupt if alone else requests.add), private_files():
         if plan and plan.replica_groups > 1:

@@ -222,7 +222,7 @@ class NodesBackend:
         self._reach = reach
         # A node that returns, or a spare, must not end a run that works without it.
         self._examination = None if job.survives_lost_nodes and job.is_restart else examination
-        self._num_nodes = plan.num_nodes if plan else len(job.nodes)
+        self._num_nodes = plan.num_nodes if plan else job.num_nodes
         self._num_groups = plan.replica_groups if plan else 1
         # A run with one group restarts without the lost node, or its job is requeued.
         self._replacements = reach.replacements if self._num_groups > 1 else None
@@ -263,7 +263,10 @@ class NodesBackend:
         self._starts: dict[int, RunningStart] = {}
         self._presence: dict[int, run_state.Presence] = {}
         self._hostnames: tuple[str, ...] = ()
-        self._lost: set[int] = set()
+        # This node may have taken over the run, whose groups start without the nodes that were lost before.
+        self._lost = {self._places.index(number) for number, _ in job.lost}
+        for place in self._lost:
+            self._hub.nodes[place].loss = "was lost before this start"
         self._agents_failed = False
 
     def start(self, group: int, number: int) -> None:
