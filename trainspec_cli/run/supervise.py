@@ -598,6 +598,9 @@ class Supervisor:
             if event.waiting and not self._has_named_missing and not any(group.starts for group in self.state.groups):
                 self._has_named_missing = True
                 self._report(event.waiting)
+            elif self._has_named_missing and not event.waiting:
+                self._has_named_missing = False
+                self._report(f"connected nodes: {', '.join(filter(None, event.hostnames))}")
         self.state, actions = recovery.next_action(self.state, event)
         for action in actions:
             self._apply(action)

@@ -19,7 +19,7 @@ from trainspec_cli.recipe.keys.run import RunSection, RunSpec
 from trainspec_cli.recipe.records import Absent
 from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.reporter.live import LiveView
-from trainspec_cli.run.backend.nodes.agent import CUT_OFF, run_agent
+from trainspec_cli.run.backend.nodes.agent import CUT_OFF, describe_part, run_agent
 from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, agent_command
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord
@@ -171,6 +171,10 @@ def join(run_dir: str, node: int, console: RunConsole, joined: Joined = Joined()
     to the run folder."""
     run = RunDir(Path(run_dir).absolute())
     wait_s = joined.wait_s
+
+    def tell(what: str) -> None:
+        console.report(f"node {node}: {what}")
+
     served = 0
     deadline = time.monotonic() + wait_s
     # The error for a missing first node; its hint uses the terminology of `trainspec launch`, `run`, or srun.
@@ -181,7 +185,7 @@ def join(run_dir: str, node: int, console: RunConsole, joined: Joined = Joined()
     refusal = MachineError(Problem("no_first_host", message, hint=hint, environment=True))
     where = f"in {run.root}" if run.root.is_dir() else f"to create {run.root}, which does not exist on this node yet"
     limit = f"up to {format_duration(wait_s)}; {joined.join_key}"
-    console.report(f"node {node}: waiting for the first node {where} ({limit})")
+    tell(f"waiting for the first node {where} ({limit})")
     gives_up_at = deadline
     tried = 0
     lost_in: GenerationRecord | None = None
@@ -206,12 +210,11 @@ def join(run_dir: str, node: int, console: RunConsole, joined: Joined = Joined()
                         joined.check(run, record)
                         if not is_first:
                             return
-                        logs = Path(record.logs) / f"node{record.place_of(node):05d}"
-                        console.report(f"node {node}: joined start {record.generation}; its output goes to {logs}")
+                        tell(describe_part(run, record, node))
                         if not joined.of_slurm:
                             shown.enter_context(_showing_progress(run, record, console))
 
-                    code = run_agent(run, generation, node, begin)
+                    code = run_agent(run, generation, node, begin, tell)
                 served = generation
                 gives_up_at = deadline = time.monotonic() + RESULT_TIMEOUT_S
                 lost_in = None
@@ -221,8 +224,11 @@ def join(run_dir: str, node: int, console: RunConsole, joined: Joined = Joined()
                     # The node with the lowest number is the first to take over.
                     lost_in = generations.read(run, generation)
                     deadline += node * RETRY_S
+                    limit = format_duration(deadline - time.monotonic())
+                    tell(f"takes over, unless the first node or another one starts the run within {limit}")
                 elif response == "wait":
                     gives_up_at = deadline = deadline + wait_s
+                    tell(f"waiting for the first node's next start (up to {format_duration(wait_s)})")
             except MachineError as error:  # perhaps from an earlier start whose first node is gone
                 refusal = error
                 if lost_in and generation > tried:  # the node that took over may be lost, too
@@ -234,11 +240,11 @@ def join(run_dir: str, node: int, console: RunConsole, joined: Joined = Joined()
         raise refusal
     result = read_result(run)
     if result is None:
-        console.report(f"node {node}: the first node was lost, and has not written a result")
+        tell("the first node was lost, and has not written a result")
         console.report(f"restart the run: {kind_of(run).start_again(run)}")
     else:
         reason = "" if isinstance(result.reason, Absent) else f": {result.reason}"
-        console.report(f"node {node}: the run is {result.status}{reason}")
+        tell(f"the run is {result.status}{reason}")
     return joined.exit_code(run, result)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from trainspec_cli.core.errors import Interrupted, MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.node import node_name, private_files
-from trainspec_cli.core.printable import label_node
+from trainspec_cli.core.printable import format_duration, label_node
 from trainspec_cli.core.reading.files import parse_json
 from trainspec_cli.core.wings import part_named
 from trainspec_cli.recipe.records import from_plain
@@ -38,6 +38,8 @@ from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.channel import messages
 from trainspec_cli.run.channel.wire import Wire, call_hub
 from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.event_types.events import NodesEvent
+from trainspec_cli.run.folder.events import read_sound
 from trainspec_cli.run.folder.generations import GenerationRecord, read_secret
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
@@ -52,12 +54,6 @@ RETURN_INTERVAL_S = 1.0
 """Interval between a disconnected agent's attempts to reconnect."""
 CUT_OFF, UNFIT = 3, 4
 """Exit codes of an agent that lost its connection to the hub, and of one whose node is unfit."""
-ENDS = {
-    0: "ends, because the first node has ended this start",
-    CUT_OFF: "ends, because it has lost the connection to the first node",
-    UNFIT: "ends, because the node cannot take part",
-}
-"""Exit code -> the last line in the log."""
 
 
 def main() -> None:
@@ -71,23 +67,33 @@ def main() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     is_replacement = options.joins is not None
     node = options.joins if is_replacement else int(options.node)
+
+    def tell(what: str) -> None:
+        """Print a line to the agents' common log."""
+        print(f"{time.strftime('%H:%M:%S')} {label_node(node, node_name())}: {what}", flush=True)
+
+    def begin(record: GenerationRecord) -> None:
+        tell(f"{describe_part(options.run, record, node)} (first node: {record.head}:{record.hub_port})")
+
     try:
-        code = run_agent(options.run, options.generation, node, partial(say_joined, node), alone=is_replacement)
+        code = run_agent(options.run, options.generation, node, begin, tell, alone=is_replacement)
     except KeyboardInterrupt:
-        say(node, "ends, because it was asked to")
+        tell("ends, because it was asked to")
         sys.exit(Interrupted.exit_code)
-    say(node, ENDS.get(code, f"ends with code {code}"))
+    if code == 0:
+        tell("ends, because the first node has ended this start")
     sys.exit(code)
 
 
-def say(node: int, what: str) -> None:
-    """Print a line to the agents' common log."""
-    print(f"{time.strftime('%H:%M:%S')} {label_node(node, node_name())}: {what}", flush=True)
-
-
-def say_joined(node: int, record: GenerationRecord) -> None:
-    logs = Path(record.logs) / f"node{record.place_of(node):05d}"
-    say(node, f"joins start {record.generation} at {record.head}:{record.hub_port}; its output goes to {logs}")
+def describe_part(run: RunDir, record: GenerationRecord, node: int) -> str:
+    """Return what a node does in a start, for messages."""
+    place = record.place_of(node)
+    if place < record.num_nodes:
+        return f"joined start {record.generation}; its output goes to {Path(record.logs) / f'node{place:05d}'}"
+    events = read_sound(run.directives)
+    reasons = [event.reason for event in events if isinstance(event, NodesEvent) and event.node == node]
+    why = "it was dropped, because it was slow" if reasons[-1:] == ["slow"] else "a spare"
+    return f"stands by in start {record.generation}: {why}"
 
 
 def run_agent(
@@ -95,11 +101,13 @@ def run_agent(
     generation: int,
     node: int,
     begin: Callable[[GenerationRecord], None] = lambda _: None,
+    tell: Callable[[str], None] = lambda _: None,
     *,
     alone: bool = False,
 ) -> int:
     """Take part in one generation of a run. Return 0 when the hub has ended it, otherwise `CUT_OFF` or `UNFIT`. A
-    signal stops the run or, with `alone`, only this agent (KeyboardInterrupt).
+    signal stops the run or, with `alone`, only this agent (KeyboardInterrupt). `tell` receives messages about this
+    node.
 
     `begin` is called once the first node's record has been read, before anything is started. Raises MachineError if the
     hub cannot be reached, and RecipeError if another agent has the node's number."""
@@ -107,7 +115,7 @@ def run_agent(
     begin(record)
     plan = None if record.own else read_plan(run)
     requests = PatientRequests()
-    serve = partial(_serve, run, plan, record, record.place_of(node), requests)
+    serve = partial(_serve, run, plan, record, record.place_of(node), requests, tell)
 
     def goes_on() -> bool:
         is_over = run.result_json.is_file() or generations.newest(run) > generation
@@ -116,15 +124,22 @@ def run_agent(
 
     with on_stop_signal(interrupt if alone else requests.add), private_files():
         if plan and plan.replica_groups > 1:
-            return _keep_serving(serve, goes_on, plan.spec.run.join_timeout_s)
+            return _keep_serving(serve, goes_on, plan.spec.run.join_timeout_s, tell)
         return serve()
 
 
-def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool], return_timeout_s: float) -> int:
+def _keep_serving(
+    serve: Callable[[], int],
+    goes_on: Callable[[], bool],
+    return_timeout_s: float,
+    tell: Callable[[str], None] = lambda _: None,
+) -> int:
     """Serve the hub. After a disconnection, try to reconnect for `return_timeout_s` (only in runs with replica
     groups)."""
     code = serve()
     deadline = time.monotonic() + return_timeout_s
+    if code == CUT_OFF:
+        tell(f"tries to connect again, for up to {format_duration(return_timeout_s)}")
     while code == CUT_OFF and goes_on() and time.monotonic() < deadline:
         time.sleep(RETURN_INTERVAL_S)
         try:
@@ -136,13 +151,25 @@ def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool], return_
     return code
 
 
-def _serve(run: RunDir, plan: Plan | None, record: GenerationRecord, place: int, requests: PatientRequests) -> int:
+def _serve(
+    run: RunDir,
+    plan: Plan | None,
+    record: GenerationRecord,
+    place: int,
+    requests: PatientRequests,
+    tell: Callable[[str], None],
+) -> int:
     wire = connect(record, read_secret(run.secret(record.generation)), place)
     try:
         agent = Agent(wire, run, plan, record, place, requests)
-        return agent.work() if place < record.num_nodes else agent.stand_by()
+        code = agent.work() if place < record.num_nodes else agent.stand_by()
+        if code == CUT_OFF:
+            how = "has closed the connection" if wire.closed else f"has been silent for {wire.silent_s:.0f} s"
+            tell(f"the first node, {record.host}, {how}")
+        return code
     except MachineError as error:
         hint = next((problem.hint for problem in error.problems if problem.hint), "")
+        tell(f"cannot take part: {' '.join(str(error).split())}")
         wire.send(messages.NodeRefuses(" ".join(str(error).split()), " ".join(hint.split())))
         wire.send(messages.Goodbye())
         return UNFIT
