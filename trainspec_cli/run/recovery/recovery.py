@@ -159,7 +159,8 @@ def next_action(state: RunState, event: Event) -> Decision:
             # Change the nodes of a healthy single-group run: ask its workers to write a checkpoint and exit, within the
             # time allowed for a stop. Failures take precedence, and a run that is ending is not changed.
             only = state.groups[0]
-            over = state.is_over or state.is_ending or state.stop_requested or state.resilience.mode == "none"
+            over = state.is_over or state.is_ending or state.stop_requested
+            over = over or (state.resilience.mode == "none" and state.restarts_left is None)
             over = over or not state.is_alone or event.node in state.left_out or bool(state.leaving)
             if over or not state.has_stepped or only.phase != "running" or only.kill_at_s < math.inf:
                 return state, ()
