@@ -22,6 +22,7 @@ from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.run.backend.nodes.agent import CUT_OFF, describe_part, run_agent
 from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, agent_command
 from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.events import spoken_bytes
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
 from trainspec_cli.run.folder.record import RunResult, read_plan, read_plan_of_all_nodes, read_result
@@ -110,7 +111,9 @@ def response_of_recipe(run: RunDir) -> NodeLossResponse:
     return "wait" if resilience.survives_lost_nodes else "end"
 
 
-def take_over(run: RunDir, lost_in: GenerationRecord, node: int, console: RunConsole, joined: Joined) -> int | None:
+def take_over(
+    run: RunDir, lost_in: GenerationRecord, node: int, console: RunConsole, joined: Joined, wait_s: float
+) -> int | None:
     """Supervise a run from this node, `node`, after its first node was lost in the start `lost_in`; the other nodes
     join this node's starts. Return the run's exit code; None if another supervisor has the run."""
     if joined.take_over is None or is_running(run):
@@ -123,7 +126,7 @@ def take_over(run: RunDir, lost_in: GenerationRecord, node: int, console: RunCon
     reach = Reach(
         own_address(lost_in.head),
         agent_command(node),
-        return_timeout_s=joined.wait_s,
+        return_timeout_s=wait_s,
         nodes=(*own, *away),
         lost=tuple((other, lost_in.host if other == first else "") for other in missing),
     )
@@ -149,8 +152,6 @@ class Joined:
     """Key or option that specifies the run folder."""
     join_key: str = JOIN_KEY
     """Key or option that specifies how long nodes wait for one another."""
-    wait_s: float = RunSection.join_timeout_s
-    """Time in seconds that nodes wait for one another."""
     of_slurm: bool = False
     """True if srun merges the output of all nodes, so that the first node's progress is already visible."""
     num_nodes: Callable[[RunDir], int] = lambda run: read_plan_of_all_nodes(run).num_nodes
@@ -163,14 +164,20 @@ class Joined:
     TrainspecError if another supervisor has the run. None if the run ends with its first node in any case."""
 
 
-def join(run_dir: str, node: int, console: RunConsole, joined: Joined = Joined()) -> int:
+def join(
+    run_dir: str,
+    node: int,
+    console: RunConsole,
+    *,
+    wait_s: float = RunSection.join_timeout_s,
+    joined: Joined = Joined(),
+) -> int:
     """Join a run started by the first node, as node `node`; return the run's exit code.
 
     Joins every start by the first node until the run has a result. If the first node is lost, one of the others takes
-    over, and the rest join its starts. Raises MachineError if no first node starts in time, or if other users can write
-    to the run folder."""
+    over, and the rest join its starts. Raises MachineError if no first node starts within `wait_s`, or if other users
+    can write to the run folder."""
     run = RunDir(Path(run_dir).absolute())
-    wait_s = joined.wait_s
 
     def tell(what: str) -> None:
         console.report(f"node {node}: {what}")
@@ -189,12 +196,17 @@ def join(run_dir: str, node: int, console: RunConsole, joined: Joined = Joined()
     gives_up_at = deadline
     tried = 0
     lost_in: GenerationRecord | None = None
+    spoken = 0
     while not (served and run.result_json.is_file()):
         if time.monotonic() > deadline:
             is_newest = generations.newest(run) in (served, tried)
             if lost_in is None or (is_newest and time.monotonic() > gives_up_at):
                 break
-            code = take_over(run, lost_in, node, console, joined) if is_newest else None
+            # If the run still writes events, only this node is cut off. Not all file systems show other nodes' locks.
+            before_bytes = spoken
+            spoken = spoken_bytes(run)
+            is_silent = spoken == before_bytes
+            code = take_over(run, lost_in, node, console, joined, wait_s) if is_newest and is_silent else None
             if code is not None:
                 return code
             deadline = min(gives_up_at, time.monotonic() + RESULT_TIMEOUT_S)
@@ -214,7 +226,8 @@ def join(run_dir: str, node: int, console: RunConsole, joined: Joined = Joined()
                         if not joined.of_slurm:
                             shown.enter_context(_showing_progress(run, record, console))
 
-                    code = run_agent(run, generation, node, begin, tell)
+                    may_change = joined.take_over is not None
+                    code = run_agent(run, generation, node, begin, tell, first_may_change=may_change)
                 served = generation
                 gives_up_at = deadline = time.monotonic() + RESULT_TIMEOUT_S
                 lost_in = None
@@ -223,6 +236,7 @@ def join(run_dir: str, node: int, console: RunConsole, joined: Joined = Joined()
                     gives_up_at = deadline + wait_s
                     # The node with the lowest number is the first to take over.
                     lost_in = generations.read(run, generation)
+                    spoken = spoken_bytes(run)
                     deadline += node * RETRY_S
                     limit = format_duration(deadline - time.monotonic())
                     tell(f"takes over, unless the first node or another one starts the run within {limit}")

@@ -45,10 +45,10 @@ from trainspec_cli.session.launching.changes import (
 from trainspec_cli.session.launching.kinds import command_to_resume, kind_of, quoted
 from trainspec_cli.session.launching.nodes import NodeOptions, join
 from trainspec_cli.session.launching.session import (
+    JOINED,
     Session,
     check_detachable,
     describe_detached,
-    joined_by,
     resume_detached,
     start,
 )
@@ -103,10 +103,11 @@ def resume_recipe(
         plan = read_plan_of_all_nodes(run)
         may_be_running = plan.num_nodes > 1 and plan.spec.resilience.survives_first_node
         if (changes and not nodes.is_first) or (not changes and may_be_running and is_running(run)):
-            return join(str(run.root), nodes.node_rank, console, joined_by(plan.spec.run.join_timeout_s))
+            return join(str(run.root), nodes.node_rank, console, wait_s=plan.spec.run.join_timeout_s, joined=JOINED)
     session = replace(prepare_resume(run, changes, nodes, console, force=force, as_json=as_json), notify=notify)
     if not nodes.is_first and session.reach:
-        return join(str(run.root), nodes.node_rank, console, joined_by(session.plan.spec.run.join_timeout_s))
+        wait_s = session.plan.spec.run.join_timeout_s
+        return join(str(run.root), nodes.node_rank, console, wait_s=wait_s, joined=JOINED)
     if not detach:
         return start(session)
     check_detachable(session)

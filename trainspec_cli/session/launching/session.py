@@ -131,8 +131,8 @@ def launch(
     loaded = load([*arguments, *nodes.as_arguments])
     wanted = loaded.spec.run.dir
     if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
-        joined = joined_by(loaded.spec.run.join_timeout_s)
-        return join(wanted, nodes.node_rank, make_console(as_json=False), joined)
+        wait_s = loaded.spec.run.join_timeout_s
+        return join(wanted, nodes.node_rank, make_console(as_json=False), wait_s=wait_s, joined=JOINED)
     session = replace(_prepare(loaded, nodes, force=force, as_json=as_json), notify=notify)
     # This is checked again when the run is recorded. It is checked here first, before anything is measured or prepared.
     check_free(wanted)
@@ -154,9 +154,8 @@ def take_over(run: RunDir, reach: Reach, console: RunConsole) -> int:
     return start(Session(plan, machine, run, console, reach, force=True))
 
 
-def joined_by(wait_s: float) -> Joined:
-    """Return how a node joins a run that trains a recipe."""
-    return Joined(take_over=take_over, wait_s=wait_s)
+JOINED = Joined(take_over=take_over)
+"""How a node joins a run that trains a recipe."""
 
 
 def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole | None = None) -> RunDir:

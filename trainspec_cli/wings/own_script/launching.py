@@ -126,13 +126,12 @@ def run_command(
             exit_code=exit_code_of,
             folder=FOLDER,
             join_key=JOIN_OPTION,
-            wait_s=wanted.join_timeout_s,
             of_slurm=nodes.of_slurm,
             num_nodes=lambda run: read_own_job(run).num_nodes,
             first_node_loss=lambda _: "continue",
             take_over=None if nodes.of_slurm else take_over,
         )
-        return join(run_dir, nodes.node_rank, console, joined)
+        return join(run_dir, nodes.node_rank, console, wait_s=wanted.join_timeout_s, joined=joined)
     if not again:
         check_free(run_dir, FOLDER)
     with storage(run_dir, FOLDER):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.folder import claim
 from trainspec_cli.run.signals import PatientRequests
 
 
@@ -184,7 +186,9 @@ def test_a_node_that_lacks_something_refuses_and_leaves(
     monkeypatch.setattr(agent, "read_secret", lambda path: b"")
     monkeypatch.setattr(Agent, "work", lack)
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
-    assert agent._serve(RunDir(tmp_path), make_plan(), record, 1, PatientRequests()) == agent.UNFIT
+    told: list[str] = []
+    assert agent._serve(RunDir(tmp_path), make_plan(), record, 1, PatientRequests(), told.append) == agent.UNFIT
+    assert told == ["cannot take part: no GPU here"]
     assert hub.receive() == [Hello(1, "node7"), NodeRefuses("no GPU here", "install the driver"), Goodbye()]
     hub.close()
 
@@ -275,7 +279,7 @@ def test_an_examination_without_an_end_is_given_up(lab: Lab, monkeypatch: pytest
     assert now[0] >= agent.EXAMINE_TIMEOUT_S
 
 
-@pytest.mark.parametrize("ending", ["another start", "a result", "a request to stop"])
+@pytest.mark.parametrize("ending", ["another start", "a result", "a request to stop", "no owner"])
 def test_an_agent_comes_back_until_its_start_is_over(
     tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
@@ -285,20 +289,25 @@ def test_an_agent_comes_back_until_its_start_is_over(
     generations.describe(run, replace(record, generation=generations.begin(run)))
     went_on: list[bool] = []
 
-    def keep_serving(serve: object, goes_on: Callable[[], bool], return_timeout_s: float) -> int:
+    def keep_serving(serve: object, goes_on: Callable[[], bool], return_timeout_s: float, tell: object) -> int:
         assert return_timeout_s == 300.0
         went_on.append(goes_on())
         if ending == "another start":
             generations.begin(run)
         elif ending == "a result":
             write_json(run.result_json, {})
+        elif ending == "no owner":
+            owner.close()
         else:
             signal.raise_signal(signal.SIGTERM)
         went_on.append(goes_on())
         return 7
 
     monkeypatch.setattr(agent, "_keep_serving", keep_serving)
-    assert agent.run_agent(run, 1, 1) == 7
+    owner = ExitStack()
+    owner.enter_context(claim(run, "id"))
+    with owner:
+        assert agent.run_agent(run, 1, 1, first_may_change=True) == 7
     assert went_on == [True, False]
 
 
@@ -307,7 +316,7 @@ def test_an_agent_of_one_replica_group_serves_once(tmp_path: Path, make_plan, mo
     write_json(run.plan_json, to_plain(make_plan()))
     record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), ())
     generations.describe(run, replace(record, generation=generations.begin(run)))
-    monkeypatch.setattr(agent, "_serve", lambda run, plan, record, node, requests: CUT_OFF if node == 5 else 0)
+    monkeypatch.setattr(agent, "_serve", lambda run, plan, record, node, *_: CUT_OFF if node == 5 else 0)
     monkeypatch.setattr(agent, "_keep_serving", lambda *_: pytest.fail("a step cannot go on without it"))
     assert agent.run_agent(run, 1, 5) == CUT_OFF
 

@@ -104,10 +104,12 @@ def run_agent(
     tell: Callable[[str], None] = lambda _: None,
     *,
     alone: bool = False,
+    first_may_change: bool = False,
 ) -> int:
     """Take part in one generation of a run. Return 0 when the hub has ended it, otherwise `CUT_OFF` or `UNFIT`. A
     signal stops the run or, with `alone`, only this agent (KeyboardInterrupt). `tell` receives messages about this
-    node.
+    node. `first_may_change`: whether another node takes over from a first node that is down, so that it is not waited
+    for.
 
     `begin` is called once the first node's record has been read, before anything is started. Raises MachineError if the
     hub cannot be reached, and RecipeError if another agent has the node's number."""
@@ -119,8 +121,7 @@ def run_agent(
 
     def goes_on() -> bool:
         is_over = run.result_json.is_file() or generations.newest(run) > generation
-        # Without an owner, the first node is down, and another one takes over.
-        return not requests.count and not is_over and find_owner(run) is not None
+        return not requests.count and not is_over and not (first_may_change and find_owner(run) is None)
 
     with on_stop_signal(interrupt if alone else requests.add), private_files():
         if plan and plan.replica_groups > 1:
