@@ -346,8 +346,19 @@ def test_a_spare_host_takes_the_place_of_one_that_died(start_hosts, tmp_path):
     hosts[0].send_signal(signal.SIGINT)
     said = [host.communicate()[0] for host in (hosts[0], hosts[2])]
     assert [host.returncode for host in (hosts[0], hosts[2])] == [6, 6], said
+    for part in ("stands by in start 1", "joined start 2", "the run is stopped"):
+        assert f"node 2: {part}" in said[1]
     (lost,) = nodes_told(run)
     assert (lost["reason"], lost["node"], lost["spare"], lost["num_nodes"]) == ("lost", 1, 2, 2)
+
+
+@pytest.mark.slow
+def test_a_spare_host_that_is_not_needed_stands_by_until_the_run_is_done(start_hosts):
+    spare = "cluster.reliability.spare_nodes=1"
+    hosts = start_hosts("launch", *THREE, spare, "train.max_steps=8", nnodes=2, nodes=range(3))
+    said = [host.communicate()[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0, 0], said
+    assert "node 2: stands by in start 1: a spare" in said[2] and "node 2: the run is done" in said[2]
 
 
 @pytest.mark.slow
@@ -366,6 +377,7 @@ def test_a_slow_host_is_left_out_and_the_run_goes_on_without_it(start_hosts, tra
     said = [host.communicate()[0] for host in hosts]
     assert [host.returncode for host in hosts] == [6, 6, 6], said
     assert "restarts without it" in said[0]
+    assert "node 2: joined start 1" in said[2] and "node 2: stands by in start 2: it was dropped" in said[2]
     given, achieved = told
     assert (given["node"], given["num_nodes"], given["applied"]) == (2, 2, True)
     assert max(given["expected_s"], achieved["achieved_s"]) < given["before_s"]

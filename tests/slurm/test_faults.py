@@ -125,4 +125,4 @@ def test_replica_groups_get_another_node_for_one_that_is_powered_off(
     assert watch.steps(run.root) == list(range(1, ELASTIC_STEPS + 1))
     check_nothing_was_lost(run, may_lack_notes=True)
     log = watch.log(run.root) + "".join(path.read_text() for path in run.logs.glob("launch_*/torchrun.log"))
-    assert f"job {other}" in log and "node 1 (node3): joins start 1" in log
+    assert f"job {other}" in log and "node 1 (node3): joined start 1" in log

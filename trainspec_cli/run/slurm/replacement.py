@@ -81,7 +81,7 @@ class ReplacementJobs:
                 self._run.job_sbatch,
                 *("--nodes=1", "--no-requeue", "--dependency=", "--export=ALL"),
                 f"--job-name={self._run.root.name}-node{node}",
-                f"--exclude={','.join([*never, hostname])}",
+                f"--exclude={','.join(filter(None, [*never, hostname]))}",
                 environment=replacement_environment(os.environ, node, generation),
             )
         except MachineError as error:
