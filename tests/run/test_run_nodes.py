@@ -494,6 +494,13 @@ def test_a_spare_takes_the_place_of_a_commands_lost_node(tmp_path: Path) -> None
     assert "node 3 (host3)" in command.reports[0]
 
 
+def test_a_spare_replaces_the_first_node_of_a_command_when_another_node_takes_over(tmp_path: Path) -> None:
+    command = Command(tmp_path, smallest=3, spares=1)
+    command.nodes.open(replace(command.job, nodes=(1, 2, 0, 3)), None)
+    job, _ = command.nodes.select([NodeLost(0, "host0", "is not connected", ())])
+    assert (job.nodes, job.num_nodes) == ((1, 2, 3, 0), 3)
+
+
 def test_a_command_on_fewer_nodes_than_possible_asks_for_one_that_returned(tmp_path: Path) -> None:
     command = Command(tmp_path, smallest=2)
     command.nodes.open(command.lose(1), None)

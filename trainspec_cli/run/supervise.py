@@ -415,6 +415,8 @@ class CommandNodes:
         lost = {one.node for one in reasons if not isinstance(one, NodeReturned)} - {before[0]}
         own = [node for node in before[: self._job.num_nodes] if node not in lost]
         spares = connected_spares(self._job, self._job.num_nodes, self.hostnames)
+        if not any(self.hostnames):  # this node has just taken over the run, and no other one has connected yet
+            spares = dict.fromkeys(before[self._job.num_nodes :], "")
         found = [*own, *(node for node in spares if node not in lost)][: self._job.allowed_nodes[-1]]
         number = len(found) if len(found) in self._job.allowed_nodes else None
         taken = [label_node(node, spares[node]) for node in found if node in spares]
