@@ -24,7 +24,8 @@ reports NodeLost. Here, `_node_lost` orders those groups to be killed. When no p
 follows. A single-group run restarts with a spare or on fewer nodes, and later on all of them again (`RunNodes`). Under
 Slurm, it ends with exit code 5 (the loss is recorded in errors/nodeNNNNN.json), and its job is requeued without the
 node. With several groups, the others continue, and the group waits for its node until the node has been away for too
-long.
+long. Under Slurm, a second job brings another node (`run/slurm/replacement.py`). A user's command restarts within its
+budget, on nodes selected by `CommandNodes`.
 """
 
 from __future__ import annotations
