@@ -345,3 +345,37 @@ def test_an_agent_whose_number_is_taken_starts_and_kills_nothing(lab: Lab, monke
     with raises(RecipeError, "usage", "--node-rank 1", "elsewhere", path="--node-rank"):
         lab.agent.work()
     assert lab.processes.calls == []
+
+
+@pytest.mark.parametrize(
+    "sign", ["none", "an event", "an owner", "a result", "another start", "restarted", "too often"]
+)
+def test_an_elastic_slurm_job_is_requeued_if_its_first_node_gives_no_sign_of_life(
+    tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch, sign: str
+) -> None:
+    run = RunDir(tmp_path)
+    write_json(run.plan_json, to_plain(replace(make_plan(), replica_groups=2)))
+    generation = generations.begin(run)
+    requeued: list[str] = []
+    restarts = {"restarted": "1", "too often": "10"}.get(sign, "0")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "10" if sign == "too often" else "0")
+    monkeypatch.setattr(agent.slurm, "show", lambda _: {"JobState": "RUNNING", "Restarts": restarts})
+    monkeypatch.setattr(agent.slurm, "requeue", requeued.append)
+    with ExitStack() as owner:
+
+        def sleep(seconds: float) -> None:
+            assert seconds == agent.FIRST_NODE_TIMEOUT_S
+            if sign == "an event":
+                run.events(0).parent.mkdir(parents=True)
+                run.events(0).write_text("{}\n")
+            elif sign == "an owner":
+                owner.enter_context(claim(run, "id"))
+            elif sign == "a result":
+                write_json(run.result_json, {})
+            elif sign == "another start":
+                generations.begin(run)
+
+        monkeypatch.setattr(agent.time, "sleep", sleep)
+        agent.requeue_without_first_node(run, generation, lambda _: None)
+    assert requeued == (["7"] if sign == "none" else [])

@@ -39,17 +39,21 @@ from trainspec_cli.run.channel import messages
 from trainspec_cli.run.channel.wire import Wire, call_hub
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.event_types.events import NodesEvent
-from trainspec_cli.run.folder.events import read_sound
+from trainspec_cli.run.folder.events import read_sound, spoken_bytes
 from trainspec_cli.run.folder.generations import GenerationRecord, read_secret
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.job.folder import find_owner
 from trainspec_cli.run.job.machine import NodePlace, detect
 from trainspec_cli.run.signals import PatientRequests, interrupt, on_stop_signal
+from trainspec_cli.run.slurm import commands as slurm
+from trainspec_cli.run.slurm.queue import own_job
 
 APPEAR_TIMEOUT_S = 60.0
 """Time in seconds that a network file system may take to show a new file on another node."""
 EXAMINE_TIMEOUT_S = 180.0
+FIRST_NODE_TIMEOUT_S = 30.0
+"""Time in seconds that the first node of a Slurm job may take to show a sign of life."""
 RETURN_INTERVAL_S = 1.0
 """Interval between a disconnected agent's attempts to reconnect."""
 CUT_OFF, UNFIT = 3, 4
@@ -75,14 +79,43 @@ def main() -> None:
     def begin(record: GenerationRecord) -> None:
         tell(f"{describe_part(options.run, record, node)} (first node: {record.head}:{record.hub_port})")
 
+    in_slurm = "SLURM_JOB_ID" in os.environ and not is_replacement
+    about = {"alone": is_replacement, "first_may_change": in_slurm}
     try:
-        code = run_agent(options.run, options.generation, node, begin, tell, alone=is_replacement)
+        code = run_agent(options.run, options.generation, node, begin, tell, **about)
     except KeyboardInterrupt:
         tell("ends, because it was asked to")
         sys.exit(Interrupted.exit_code)
+    if code == CUT_OFF and in_slurm:
+        requeue_without_first_node(options.run, options.generation, tell)
     if code == 0:
         tell("ends, because the first node has ended this start")
     sys.exit(code)
+
+
+def requeue_without_first_node(run: RunDir, generation: int, tell: Callable[[str], None]) -> None:
+    """Requeue the Slurm job of this agent if its first node is down.
+
+    A job that outlives its nodes (`--no-kill`) also outlives the node of its batch script: Slurm 22.05 leaves it
+    running on the other nodes until its time limit."""
+    plan = read_plan(run) if run.plan_json.is_file() else None
+    if plan is None or plan.replica_groups == 1:
+        return  # Slurm ends such a job with its first lost node
+    before_bytes = spoken_bytes(run)
+    tell(f"requeues the job, unless the run continues within {FIRST_NODE_TIMEOUT_S:g} s")
+    time.sleep(FIRST_NODE_TIMEOUT_S)
+    is_over = run.result_json.is_file() or generations.newest(run) > generation
+    if is_over or find_owner(run) is not None or spoken_bytes(run) > before_bytes:
+        return
+    done = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    try:
+        job = slurm.show(own_job())
+        may_requeue = done < plan.spec.cluster.slurm.max_requeues
+        if may_requeue and job.get("JobState") == "RUNNING" and int(job.get("Restarts", done)) == done:
+            tell("requeues the job, because its first node is down")
+            slurm.requeue(own_job())
+    except MachineError as error:
+        tell(f"the job was not requeued: {error}")
 
 
 def describe_part(run: RunDir, record: GenerationRecord, node: int) -> str:
