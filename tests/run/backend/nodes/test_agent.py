@@ -347,9 +347,10 @@ def test_an_agent_whose_number_is_taken_starts_and_kills_nothing(lab: Lab, monke
     assert lab.processes.calls == []
 
 
-@pytest.mark.parametrize(
-    "sign", ["none", "an event", "an owner", "a result", "another start", "restarted", "too often"]
-)
+SIGNS = ("an event", "an owner", "a result", "another start", "restarted", "too often")
+
+
+@pytest.mark.parametrize("sign", ["none", *SIGNS])
 def test_an_elastic_slurm_job_is_requeued_if_its_first_node_gives_no_sign_of_life(
     tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch, sign: str
 ) -> None:
@@ -365,7 +366,8 @@ def test_an_elastic_slurm_job_is_requeued_if_its_first_node_gives_no_sign_of_lif
     with ExitStack() as owner:
 
         def sleep(seconds: float) -> None:
-            assert seconds == agent.FIRST_NODE_TIMEOUT_S
+            if seconds != agent.FIRST_NODE_TIMEOUT_S:
+                return
             if sign == "an event":
                 run.events(0).parent.mkdir(parents=True)
                 run.events(0).write_text("{}\n")
