@@ -12,7 +12,7 @@ import pytest
 from lab.ports import free_port
 from lab.waiting import wait_for
 
-from trainspec_cli.run.folder.event_types.events import HangEvent, StepEvent, UsageEvent
+from trainspec_cli.run.folder.event_types.events import HangEvent, StartEvent, StepEvent, UsageEvent
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.own_script import journal as progress
@@ -32,6 +32,101 @@ def start_nodes(start_trainspec):
         return [start_trainspec("run", *nodes, "--node-rank", str(number), "--", *command) for number in numbers]
 
     return start
+
+
+TWO_OF_THREE = ("--nnodes", "2:3")
+WITH_SPARE = ("--nnodes", "2", "--spare-nodes", "1")
+
+
+@pytest.fixture
+def start_three(start_trainspec):
+    """Starts the same command on three nodes, or on those of `numbers`; -> their processes."""
+    endpoint = f"127.0.0.1:{free_port()}"
+
+    def start(*options: str, numbers: tuple[int, ...] = (0, 1, 2), steps: int = 100_000):
+        command = (*TORCHRUN, str(SCRIPTS / "ddp.py"), str(steps), "0.1")
+        nodes = (*options, "--rdzv-endpoint", endpoint, "--dir", "run")
+        return [start_trainspec("run", *nodes, "--node-rank", str(number), "--", *command) for number in numbers]
+
+    return start
+
+
+def switch_off(node) -> None:
+    """Kill all processes of a node at once."""
+    family = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
+    for process in family:
+        process.suspend()
+    for process in family:
+        process.kill()
+    node.wait()
+
+
+def wait_for_worlds(run: RunDir, sizes: list[int], node) -> None:
+    """Until the newest of the starts with these numbers of ranks makes steps."""
+
+    def are_made() -> bool:
+        events = [event for event in read_log(run.events(0)) if isinstance(event, StartEvent | StepEvent)]
+        starts = [event.world_size for event in events if isinstance(event, StartEvent)]
+        return starts == sizes and all(isinstance(event, StepEvent) for event in events[-3:])
+
+    wait_for(are_made, node)
+
+
+def stop(nodes) -> str:
+    """Ask the first of the nodes to stop; -> what they printed."""
+    nodes[0].send_signal(signal.SIGINT)
+    codes, said = ended(nodes)
+    assert codes == [6] * len(nodes), said
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "worlds"), [(TWO_OF_THREE, [3, 2]), (WITH_SPARE, [2, 2])], ids=["fewer", "spare"])
+def test_a_command_restarts_without_a_node_that_died(start_three, tmp_path, wait_for_step, options, worlds):
+    nodes = start_three(*options)
+    run = RunDir(tmp_path / "run")
+    wait_for_step(run, 10, nodes[0])
+    switch_off(nodes[1])
+    wait_for_worlds(run, worlds, nodes[0])
+    said = stop([nodes[0], nodes[2]])
+    assert "the run restarts on 2 nodes" in said and "node 2: joined start 2" in said
+
+
+@pytest.mark.slow
+def test_a_command_on_fewer_nodes_restarts_on_all_when_a_node_returns(start_three, tmp_path, wait_for_step):
+    nodes = start_three(*TWO_OF_THREE)
+    run = RunDir(tmp_path / "run")
+    wait_for_step(run, 10, nodes[0])
+    switch_off(nodes[2])
+    wait_for_worlds(run, [3, 2], nodes[0])
+    nodes[2:] = start_three(*TWO_OF_THREE, numbers=(2,))
+    wait_for_worlds(run, [3, 2, 3], nodes[0])
+    assert "the command restarts with it" in stop(nodes)
+
+
+@pytest.mark.slow
+def test_a_command_waits_for_a_node_that_died_and_has_no_substitute(start_three, tmp_path, wait_for_step):
+    nodes = start_three("--nnodes", "2", numbers=(0, 1))
+    run = RunDir(tmp_path / "run")
+    wait_for_step(run, 10, nodes[0])
+    switch_off(nodes[1])
+    nodes[1:] = start_three("--nnodes", "2", numbers=(1,))
+    wait_for_worlds(run, [2, 2], nodes[0])
+    assert "the run waits for it" in stop(nodes)
+
+
+@pytest.mark.slow
+def test_another_node_takes_a_command_over_from_the_first(start_three, tmp_path, wait_for_step):
+    """Later, the first node returns under its number, and all three run the command."""
+    nodes = start_three(*TWO_OF_THREE)
+    run = RunDir(tmp_path / "run")
+    wait_for_step(run, 10, nodes[0])
+    switch_off(nodes[0])
+    wait_for_worlds(run, [3, 2], nodes[1])
+    nodes = [*nodes[1:], *start_three(*TWO_OF_THREE, numbers=(0,))]
+    wait_for_worlds(run, [3, 2, 3], nodes[0])
+    said = stop(nodes)
+    assert "node 1: takes over the run" in said and "node 0: joined start 3" in said
 
 
 def ended(nodes) -> tuple[list[int], str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -156,6 +157,38 @@ def test_a_host_that_dies_is_gone_without_and_healed_when_it_is_started_again(
     (second,) = start_hosts(*given, nodes=(1,))
     stop_after_join(run, [first, second])
     check_nothing_was_lost(run, may_lack_notes=True)
+
+
+@pytest.mark.slow
+def test_replica_groups_restart_when_the_first_host_dies_and_heal_when_it_returns(
+    start_hosts, trainspec, tmp_path, record_property
+):
+    """The second host takes over from the newest checkpoint. The losses are those of an unharmed run on one host."""
+    run = RunDir(tmp_path / "run")
+    given = (*ELASTIC, ENDLESS, "cluster.devices_per_node=1", "checkpoint.interval_steps=5", f"fault={SLOW}")
+    first, second = start_hosts("launch", *given)
+    wait_for_step(run, 8, second)
+    moment = time.time()
+    switch_off(first)
+    wait_for(lambda: len(run_events(run, "start")) == 2, second)
+    start = run_events(run, "start")[1]
+
+    def later() -> list[dict[str, Any]]:
+        return [event for event in run_events(run, "step") if event["time"] > start["time"]]
+
+    wait_for(lambda: len(later()) > 3, second)
+    record_property("death_to_next_step_s", later()[0]["time"] - moment)
+    (again,) = start_hosts("resume", str(run.root), nodes=(0,))
+    wait_for(lambda: ("joined", 1) in changes(run), second)
+    wait_for_step(run, run_events(run, "recovery")[-1]["step"] + 3, second)
+    second.send_signal(signal.SIGINT)
+    said = [host.communicate()[0] for host in (second, again)]
+    assert [second.returncode, again.returncode] == [6, 6], said
+    assert "node 1: takes over the run" in said[0] and "node 0: joined start 2" in said[1]
+    assert start["step"] >= 5
+    ended = trainspec("launch", *ELASTIC, f"train.max_steps={max(losses(run))}", "run.dir=unharmed")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert losses(run) == losses(RunDir(tmp_path / "unharmed"))
 
 
 @pytest.mark.slow
@@ -313,8 +346,19 @@ def test_a_spare_host_takes_the_place_of_one_that_died(start_hosts, tmp_path):
     hosts[0].send_signal(signal.SIGINT)
     said = [host.communicate()[0] for host in (hosts[0], hosts[2])]
     assert [host.returncode for host in (hosts[0], hosts[2])] == [6, 6], said
+    for part in ("stands by in start 1", "joined start 2", "the run is stopped"):
+        assert f"node 2: {part}" in said[1]
     (lost,) = nodes_told(run)
     assert (lost["reason"], lost["node"], lost["spare"], lost["num_nodes"]) == ("lost", 1, 2, 2)
+
+
+@pytest.mark.slow
+def test_a_spare_host_that_is_not_needed_stands_by_until_the_run_is_done(start_hosts):
+    spare = "cluster.reliability.spare_nodes=1"
+    hosts = start_hosts("launch", *THREE, spare, "train.max_steps=8", nnodes=2, nodes=range(3))
+    said = [host.communicate()[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0, 0], said
+    assert "node 2: stands by in start 1: a spare" in said[2] and "node 2: the run is done" in said[2]
 
 
 @pytest.mark.slow
@@ -333,6 +377,7 @@ def test_a_slow_host_is_left_out_and_the_run_goes_on_without_it(start_hosts, tra
     said = [host.communicate()[0] for host in hosts]
     assert [host.returncode for host in hosts] == [6, 6, 6], said
     assert "restarts without it" in said[0]
+    assert "node 2: joined start 1" in said[2] and "node 2: stands by in start 2: it was dropped" in said[2]
     given, achieved = told
     assert (given["node"], given["num_nodes"], given["applied"]) == (2, 2, True)
     assert max(given["expected_s"], achieved["achieved_s"]) < given["before_s"]

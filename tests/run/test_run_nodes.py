@@ -26,7 +26,7 @@ from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.record import read_plan, read_plan_of_all_nodes
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery.run_state import NodeLost, NodeReturned, NodeSlow, NodeUnfit
-from trainspec_cli.run.supervise import ASK_AGAIN_S, MEASURED_STEPS, RunNodes
+from trainspec_cli.run.supervise import ASK_AGAIN_S, MEASURED_STEPS, CommandNodes, RunNodes
 
 STEP_S = 5.0
 """The slow node computes for 4 of these seconds."""
@@ -452,3 +452,62 @@ def test_a_report_of_other_ranks_decides_nothing_and_what_fails_ends_the_search(
     assert lab.reports[0].startswith("no more nodes ")
     lab.report_speeds(1.0, 4.0, 1.0)
     assert (lab.make_steps(100), len(lab.reports)) == ([], 1)
+
+
+class Command:
+    """A user's command on nodes 0 to 2 and, as `spares`, further ones, all of them connected."""
+
+    def __init__(self, root: Path, smallest: int, spares: int = 0):
+        nodes = tuple(range(3 + spares))
+        job = Job(root, ("agents",), {LAUNCH_ID: "x"}, 6, 30.0, root / "logs", nodes=nodes)
+        self.job = replace(job, num_nodes=3, allowed_nodes=range(smallest, 4))
+        self.reports: list[str] = []
+        self.nodes = CommandNodes(self.job, self.reports.append)
+        self.nodes.hostnames = tuple(f"host{node}" for node in nodes)
+
+    def lose(self, *lost: int) -> Job:
+        gone = [NodeLost(node, f"host{node}", "is off", (0,)) for node in lost]
+        self.nodes.hostnames = tuple("" if node in lost else name for node, name in enumerate(self.nodes.hostnames))
+        self.job, _ = self.nodes.select(gone)
+        return self.job
+
+
+def test_a_command_continues_on_fewer_nodes_if_it_may(tmp_path: Path) -> None:
+    command = Command(tmp_path, smallest=2)
+    job = command.lose(1)
+    assert (job.nodes, job.num_nodes, job.world_size) == ((0, 2, 1), 2, 4)
+    assert "restarts on 2 nodes" in command.reports[0]
+
+
+@pytest.mark.parametrize(("smallest", "lost"), [(3, (1,)), (2, (1, 2))])
+def test_a_command_waits_for_nodes_without_which_it_may_not_run(tmp_path: Path, smallest: int, lost: Any) -> None:
+    command = Command(tmp_path, smallest)
+    job = command.lose(*lost)
+    assert (job.nodes, job.num_nodes, job.world_size) == ((0, 1, 2), 3, 6)
+    assert "waits" in command.reports[0]
+
+
+def test_a_spare_takes_the_place_of_a_commands_lost_node(tmp_path: Path) -> None:
+    command = Command(tmp_path, smallest=2, spares=1)
+    job = command.lose(1)
+    assert (job.nodes, job.num_nodes, job.world_size) == ((0, 2, 3, 1), 3, 6)
+    assert "node 3 (host3)" in command.reports[0]
+
+
+def test_a_spare_replaces_the_first_node_of_a_command_when_another_node_takes_over(tmp_path: Path) -> None:
+    command = Command(tmp_path, smallest=3, spares=1)
+    command.nodes.open(replace(command.job, nodes=(1, 2, 0, 3)), None)
+    job, _ = command.nodes.select([NodeLost(0, "host0", "is not connected", ())])
+    assert (job.nodes, job.num_nodes) == ((1, 2, 3, 0), 3)
+
+
+def test_a_command_on_fewer_nodes_than_possible_asks_for_one_that_returned(tmp_path: Path) -> None:
+    command = Command(tmp_path, smallest=2)
+    command.nodes.open(command.lose(1), None)
+    assert command.nodes.poll() == []
+    command.nodes.hostnames = ("host0", "host2", "other")
+    (returned,) = command.nodes.poll()
+    assert isinstance(returned, NodeReturned) and returned.node == 1
+    assert command.nodes.poll() == [], "not again at once"
+    job, _ = command.nodes.select([returned])
+    assert (job.nodes, job.num_nodes, job.world_size) == ((0, 2, 1), 3, 6)

@@ -103,3 +103,45 @@ def test_a_group_whose_cable_is_cut_comes_back_by_itself(
     assert changes(run) == [("left", 1), ("joined", 1)]
     assert watch.steps(run.root) == list(range(1, ELASTIC_STEPS + 1))
     check_nothing_was_lost(run, may_lack_notes=True)
+
+
+@pytest.mark.slow
+def test_replica_groups_get_another_node_for_one_that_is_powered_off(
+    slurm: Cluster, sbatch, watch, tmp_path: Path, record_property
+) -> None:
+    """Slurm takes the node from the job. Another job, of one node, brings the agent of the lost group."""
+    run = RunDir(tmp_path / "runs/replaced")
+    job = sbatch("run.dir=runs/replaced", *ELASTIC)
+    watch.wait_for_step(run.root, 15)
+    moment = time.time()
+    slurm.power_off(2)
+    slurm.wait_until(lambda: changes(run) == [("left", 1), ("joined", 1)], "the group to return")
+    record_property("death_to_return_s", run_events(run, "recovery")[1]["time"] - moment)
+    (other,) = set(slurm.run("squeue", "--noheader", "--format=%A").split()) - {job}
+    assert slurm.show(other)["NodeList"] == "node3"
+    ended = slurm.wait(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), watch.log(run.root)
+    slurm.wait(other)
+    assert watch.steps(run.root) == list(range(1, ELASTIC_STEPS + 1))
+    check_nothing_was_lost(run, may_lack_notes=True)
+    log = watch.log(run.root) + "".join(path.read_text() for path in run.logs.glob("launch_*/torchrun.log"))
+    assert f"job {other}" in log and "node 1 (node3): joined start 1" in log
+
+
+@pytest.mark.slow
+def test_replica_groups_restart_elsewhere_when_the_first_node_is_powered_off(
+    slurm: Cluster, sbatch, watch, tmp_path: Path, record_property
+) -> None:
+    """Slurm lets the job live without its script. The other node's agent requeues it."""
+    run = RunDir(tmp_path / "runs/headless")
+    given = [argument for argument in ELASTIC if not argument.startswith("train.max_steps=")]
+    job = sbatch("run.dir=runs/headless", *given, "checkpoint.interval_steps=5", "train.max_steps=60")
+    watch.wait_for_step(run.root, 15)
+    moment = time.time()
+    slurm.power_off(1)
+    slurm.wait_until(lambda: len(run_events(run, "start")) > 1, "the next start")
+    record_property("death_to_next_start_s", run_events(run, "start")[1]["time"] - moment)
+    ended = slurm.wait(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), watch.log(run.root)
+    assert ended["NodeList"] == "node[2-3]" and run_events(run, "start")[1]["step"] >= 10
+    assert sorted(set(watch.steps(run.root))) == list(range(1, 61))

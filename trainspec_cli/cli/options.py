@@ -27,6 +27,21 @@ RecipeArguments = Annotated[
 NumNodes = Annotated[
     int | None, typer.Option("--nnodes", metavar="N", help="Number of nodes; run the same command on each.")
 ]
+NumNodesRange = Annotated[
+    str | None,
+    typer.Option(
+        "--nnodes",
+        metavar="N or MIN:MAX",
+        help="Number of nodes; run the same command on each. With MIN:MAX, it starts on MAX nodes, and after losses "
+        "continues on MIN or more.",
+    ),
+]
+SpareNodes = Annotated[
+    int,
+    typer.Option(
+        "--spare-nodes", metavar="K", min=0, help="Number of additional nodes, each of which replaces a lost one."
+    ),
+]
 NodeRank = Annotated[int, typer.Option("--node-rank", metavar="I", help="Number of this node, starting at 0.")]
 Endpoint = Annotated[
     str | None,

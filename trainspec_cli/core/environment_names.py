@@ -39,6 +39,9 @@ OWN_PATH, OWN_SAFE_PATH = "TRAINSPEC_OWN_PYTHONPATH", "TRAINSPEC_OWN_PYTHONSAFEP
 """In a Slurm job, PYTHONPATH and PYTHONSAFEPATH for the user's command; trainspec's own processes use different
 values."""
 
+JOINS = "TRAINSPEC_JOINS"
+"""NODE:GENERATION in a Slurm job that only replaces this lost node in this running start of the run."""
+
 SECRET_FILE = "TRAINSPEC_SECRET_FILE"
 """The file with the secret that authenticates the job's processes. The secret itself is not in any environment
 variable."""

@@ -127,8 +127,9 @@ class RunNodes:
         """The directive whose effect is being measured."""
         self._number = sum(isinstance(event, NodesEvent) for event in read_sound(job.run.directives))
 
-    def open(self, job: Job, plan: Plan) -> None:
+    def open(self, job: Job, plan: Plan | None) -> None:
         """Start a generation of the run. Its speeds and times are measured from scratch."""
+        assert plan is not None, "a recipe has a plan"
         self._job = job
         self._plan = plan
         self.hostnames = ("",) * len(job.nodes)
@@ -242,8 +243,7 @@ class RunNodes:
             self._given = event if isinstance(reason, NodeSlow) else self._given
         if plan is not self._plan:
             write_other_nodes(self._run, plan)
-        rest = [node for node in before if node not in dropped and node not in chosen.nodes]
-        nodes = (*chosen.nodes, *sorted(rest, key=lambda node: node in lost))  # a lost node may return as a spare
+        nodes = order_nodes(chosen.nodes, [node for node in before if node not in dropped], lost)
         left_out = (*self._job.left_out, *sorted(dropped))
         return replace(self._job, nodes=nodes, left_out=left_out, world_size=plan.world_size), plan
 
@@ -255,13 +255,9 @@ class RunNodes:
             if not isinstance(one, (NodeLost, NodeUnfit)):
                 continue
             what = one.why if isinstance(one, NodeLost) else f"cannot take part: {one.why}"
-            if one.node == self._here and isinstance(one, NodeLost):
-                then = "its agent starts again"
-            elif plan is None:
-                then = "the run waits for it"
-            else:
-                then = f"the run restarts on {plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
-                then += f", with {', '.join(replacements)}" if replacements else ""
+            is_here = one.node == self._here and isinstance(one, NodeLost)
+            number = plan.num_nodes if plan else None
+            then = "its agent starts again" if is_here else describe_restart(number, replacements)
             self._report(f"{name} {what}; {then}")
 
     def _plan_for(self, nodes: int) -> Plan | None:
@@ -285,8 +281,7 @@ class RunNodes:
     @property
     def _spares(self) -> dict[int, str]:
         """Return the connected nodes that the run could use in addition, with their hostnames."""
-        places = range(self._plan.num_nodes, len(self._job.nodes))
-        return {self._job.nodes[place]: self.hostnames[place] for place in places if self.hostnames[place]}
+        return connected_spares(self._job, self._plan.num_nodes, self.hostnames)
 
     @property
     def _plan_without(self) -> Plan | None:
@@ -365,6 +360,73 @@ class RunNodes:
         directives = EventWriter(self._run.directives, SUPERVISOR)
         directives.write(event)
         directives.close()
+
+
+def connected_spares(job: Job, num_nodes: int, hostnames: Sequence[str]) -> dict[int, str]:
+    """Return the connected nodes that a run on `num_nodes` nodes could use in addition, with their hostnames."""
+    places = range(num_nodes, len(job.nodes))
+    return {job.nodes[place]: hostnames[place] for place in places if hostnames[place]}
+
+
+def order_nodes(used: Sequence[int], nodes: Sequence[int], lost: set[int]) -> tuple[int, ...]:
+    """Return the nodes by place: those that are used, then the spares. A lost node may return as a spare."""
+    return (*used, *sorted((node for node in nodes if node not in used), key=lambda node: node in lost))
+
+
+def describe_restart(num_nodes: int | None, replacements: Sequence[str]) -> str:
+    """Return what follows from a loss. `num_nodes`: the number of nodes of the next start; None if it waits for the
+    lost node."""
+    if num_nodes is None:
+        return "the run waits for it"
+    nodes = f"the run restarts on {num_nodes} node{'s' if num_nodes > 1 else ''}"
+    return f"{nodes}, with {', '.join(replacements)}" if replacements else nodes
+
+
+class CommandNodes:
+    """Selects the nodes of each start of a job without a plan, whose command runs on any of `Job.allowed_nodes`. It has
+    the methods of `RunNodes`."""
+
+    def __init__(self, job: Job, report: Callable[[str], None]):
+        self._report = report
+        self._asks_from_s = -math.inf
+        self.open(job, None)
+
+    def open(self, job: Job, plan: Plan | None) -> None:
+        self._job = job
+        self.hostnames = ("",) * len(job.nodes)
+
+    def poll(self) -> list[NodeSlow | NodeReturned]:
+        """Return a connected node for a job that runs on fewer nodes than possible."""
+        spares = connected_spares(self._job, self._job.num_nodes, self.hostnames)
+        now_s = time.monotonic()
+        if not spares or self._job.num_nodes >= self._job.allowed_nodes[-1] or now_s < self._asks_from_s:
+            return []
+        self._asks_from_s = now_s + ASK_AGAIN_S
+        node, host = next(iter(spares.items()))
+        return [NodeReturned(node, host, f"{label_node(node, host)} is connected: the command restarts with it")]
+
+    def note_refusal(self) -> None:
+        """Nothing is to be done, because `poll` asks at intervals anyway."""
+
+    def select(self, reasons: Sequence[NodeChange]) -> tuple[Job, None]:
+        """Return the job of the next start, on as many of the connected nodes as possible. If they are too few, it
+        waits for the lost ones."""
+        before = self._job.nodes
+        lost = {one.node for one in reasons if not isinstance(one, NodeReturned)} - {before[0]}
+        own = [node for node in before[: self._job.num_nodes] if node not in lost]
+        spares = connected_spares(self._job, self._job.num_nodes, self.hostnames)
+        if not any(self.hostnames):  # this node has just taken over the run, and no other one has connected yet
+            spares = dict.fromkeys(before[self._job.num_nodes :], "")
+        found = [*own, *(node for node in spares if node not in lost)][: self._job.allowed_nodes[-1]]
+        number = len(found) if len(found) in self._job.allowed_nodes else None
+        taken = [label_node(node, spares[node]) for node in found if node in spares]
+        for one in reasons:
+            if not isinstance(one, NodeReturned):
+                self._report(f"{label_node(one.node, one.hostname)} {one.why}; {describe_restart(number, taken)}")
+        if number is None:
+            return self._job, None
+        world_size = self._job.world_size // self._job.num_nodes * number
+        return replace(self._job, nodes=order_nodes(found, before, lost), num_nodes=number, world_size=world_size), None
 
 
 TOOL = ResilienceSpec(mode="none")
@@ -459,14 +521,18 @@ class Supervisor:
         self._has_named_missing = False
         self._losses: dict[int, run_state.NodeLost | run_state.NodeUnfit] = {}
         self._mail = mail or WorkerMail()
-        self._nodes = RunNodes(job, plan, replan, report, self._mail) if plan else None
+        self._nodes: RunNodes | CommandNodes | None = None
+        if plan:
+            self._nodes = RunNodes(job, plan, replan, report, self._mail)
+        elif job.nodes:
+            self._nodes = CommandNodes(job, report)
 
     def open(self) -> None:
         """Start a generation of the run."""
         self._mail.clear()
-        if self._nodes and self._plan:
+        if self._nodes:
             self._nodes.open(self._job, self._plan)
-            if self._job.lost:  # this node has taken over the run
+            if self._job.lost and self.state.is_alone:  # this node has taken over the run
                 lost = [NodeLost(node, host, "is not connected", ()) for node, host in self._job.lost]
                 job, self._plan = self._nodes.select(lost)
                 self._job = replace(job, lost=())
@@ -535,6 +601,9 @@ class Supervisor:
             if event.waiting and not self._has_named_missing and not any(group.starts for group in self.state.groups):
                 self._has_named_missing = True
                 self._report(event.waiting)
+            elif self._has_named_missing and not event.waiting:
+                self._has_named_missing = False
+                self._report(f"connected nodes: {', '.join(filter(None, event.hostnames))}")
         self.state, actions = recovery.next_action(self.state, event)
         for action in actions:
             self._apply(action)
@@ -592,7 +661,7 @@ class Supervisor:
                 )
                 directives.close()
             case run_state.ChangeNodes(reasons):
-                assert self._nodes is not None, "only runs with a plan change their nodes"
+                assert self._nodes is not None, "only runs on several nodes change them"
                 self._job, self._plan = self._nodes.select(reasons)
             case run_state.Inform(text):
                 self._report(text)

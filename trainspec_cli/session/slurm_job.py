@@ -2,13 +2,16 @@
 by its batch script.
 
 Starts or resumes the run in RUN on the job's nodes (COMMAND is an srun with one agent per node), and decides at the end
-whether to requeue the job. Its exit code is the run's, and therefore the job's.
+whether to requeue the job. Its exit code is the run's, and therefore the job's. In a job that replaces a lost node, it
+only starts the node's agent (`run/slurm/replacement.py`).
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
+from trainspec_cli.core.environment_names import JOINS
 from trainspec_cli.core.errors import EXIT_DONE, Interrupted, TrainspecError
 from trainspec_cli.core.node import check_tree
 from trainspec_cli.core.printable import Style, printing_safely
@@ -22,6 +25,7 @@ from trainspec_cli.run.job.folder import storage
 from trainspec_cli.run.signals import PatientRequests, interrupt, on_stop_signal
 from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.run.slurm.queue import note_job, own_job
+from trainspec_cli.run.slurm.replacement import ReplacementJobs, join_in_place
 from trainspec_cli.session.launching.in_slurm import TimeWarning, requeue_if_of_use
 from trainspec_cli.session.launching.kinds import kind_of
 
@@ -38,6 +42,8 @@ def _main() -> None:
     force = sys.argv[1] == FORCE
     name, *command = sys.argv[1 + force :]
     run = RunDir(name)
+    if joins := os.environ.get(JOINS):
+        join_in_place(joins, run, command)
     job_id = own_job()
     warning = TimeWarning()
     console = RunConsole(width=120, highlight=False)
@@ -46,7 +52,9 @@ def _main() -> None:
             check_tree(run.root)
             with storage(str(run.root)):
                 note_job(run, job_id)
-            reach = Reach(slurm.own_address(), tuple(command))
+            limits = kind_of(run).limits(run)
+            replacements = ReplacementJobs(run, job_id, limits.max_requeues, limits.exclude)
+            reach = Reach(slurm.own_address(), tuple(command), replacements=replacements)
             code = kind_of(run).run_in_job(run, reach, console, PatientRequests(), force=force)
     except KeyboardInterrupt:
         print("interrupted before the workers were started", file=sys.stderr)

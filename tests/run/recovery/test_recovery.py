@@ -43,6 +43,7 @@ from trainspec_cli.run.recovery.run_state import (
     NodesSeen,
     NodeStopRequested,
     NodeUnfit,
+    Noted,
     Orphaned,
     PresenceChanged,
     RecordLosses,
@@ -281,7 +282,9 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("a node is lost that two groups share", PAIR, NodeLost(0, "a", "off", (0, 1)), ["ending", "ending"],
      (Kill(0), Kill(1))),
     ("a node that runs nothing is lost", PAIR, NodeLost(1, "b", "off", ()), ["running", "running"], ()),
-    ("a node is back", PAIR, NodeBack(1), ["running", "running"], ()),
+    ("a node is back", PAIR, NodeBack(1, "b"), ["running", "running"],
+     (Inform("node 1 (b) is connected again"),)),
+    ("a message", PAIR, Noted("so"), ["running", "running"], (Inform("so"),)),
     ("a group is not waited for", a_run(RUNNING, WAITING), PresenceChanged(1, "away"), ["running", "waiting"],
      (Expect(1),)),
     ("a group is away and returns", a_run(RUNNING, WAITING._replace(presence="away"), expected_groups=1),
@@ -550,3 +553,34 @@ def test_the_same_exception_without_progress_ends_a_command(second: dict[str, An
     begun = begin(ResilienceSpec(mode="none"), restarts_left=9)
     first = own_failure(31, cause="ValueError at a.py:3", reached_step=31)
     assert fail_own(begun, first, own_failure(62, **second))[0].is_over is is_over
+
+
+def lose_node(state: RunState, node: int = 1) -> RunState:
+    """A node of a running command dies, and the other nodes' processes end."""
+    state, _ = next_action(state, PresenceChanged(0, "there"))
+    state, actions = next_action(state, NodeLost(node, "b", "is off", (0,)))
+    assert Kill(0) in actions
+    return next_action(state, own_failure(5, foreseen=True))[0]
+
+
+def test_a_command_of_ones_own_restarts_without_a_lost_node_within_its_budget() -> None:
+    begun = begin(ResilienceSpec(mode="none"), restarts_left=1, survives_lost_nodes=True)
+    state, actions = next_action(lose_node(begun), Tick(1.0))
+    assert [type(action) for action in actions] == [ChangeNodes, BeginGeneration]
+    assert not state.is_over and state.restarts_left == 0
+    assert lose_node(state).is_over, "its budget is used up"
+
+
+def test_a_command_of_ones_own_ends_with_a_lost_node_where_its_job_is_requeued() -> None:
+    assert lose_node(begin(ResilienceSpec(mode="none"), restarts_left=3)).is_over
+
+
+@pytest.mark.parametrize("exit_code", [0, 1, None])
+def test_a_command_of_ones_own_restarts_with_a_node_that_returned_whatever_its_exit_code(exit_code: int | None) -> None:
+    state = begin(ResilienceSpec(mode="none"), restarts_left=0, survives_lost_nodes=True)
+    for event in (PresenceChanged(0, "there"), Stepped(0), NodeReturned(1, "b", "is back")):
+        state, actions = next_action(state, event)
+    assert Stop() in actions
+    ended = GroupEnded(0, done=exit_code == 0, exit_code=exit_code, checkpoint_step=5)
+    state, _ = next_action(state, ended)
+    assert next_action(state, Tick(1.0))[1] == (ChangeNodes((NodeReturned(1, "b", "is back"),)), BeginGeneration())

@@ -38,7 +38,7 @@ def test_a_node_serves_every_start_until_there_is_a_result(
 ) -> None:
     served: list[tuple[int, int]] = []
 
-    def serve(run: RunDir, generation: int, node: int, begin: object) -> None:
+    def serve(run: RunDir, generation: int, node: int, begin: object, tell: object, **_: object) -> None:
         served.append((generation, node))
         if generation == 2:
             write_json(run.result_json, {"status": "stopped", "exit_code": 6})
@@ -52,6 +52,7 @@ def test_a_node_serves_every_start_until_there_is_a_result(
 
 
 WORK = UnplannedWork("command", "{}")
+Begin = Callable[[GenerationRecord], None]
 COMMAND = Joined(lambda run, record: None, folder="--dir", join_key="--join-timeout-s")
 
 
@@ -76,7 +77,9 @@ def test_a_node_shows_the_runs_progress_while_it_takes_part(
     monkeypatch.setattr(live, "LINE_S", 0.0)
     write_event(run.events(0), stepped(6))
 
-    def serve(run: RunDir, generation: int, node: int, begin: Callable[[GenerationRecord], None]) -> None:
+    def serve(
+        run: RunDir, generation: int, node: int, begin: Callable[[GenerationRecord], None], *_: object, **__: object
+    ) -> None:
         begin(record)
         write_event(run.events(0), started(6))
         for step in range(7, 17):
@@ -96,7 +99,9 @@ def test_another_kind_of_run_is_refused_as_soon_as_the_first_nodes_is_known(
 ) -> None:
     """The agent waits for what the first node runs; a number without it may be there for a while."""
 
-    def serve(run: RunDir, generation: int, node: int, begin: Callable[[GenerationRecord], None]) -> None:
+    def serve(
+        run: RunDir, generation: int, node: int, begin: Callable[[GenerationRecord], None], *_: object, **__: object
+    ) -> None:
         begin(describe_start(WORK))
         pytest.fail("nothing of it is run")
 
@@ -131,7 +136,7 @@ def test_the_result_of_an_earlier_start_is_not_taken_for_this_ones(
     with raises(MachineError, "no_first_host", "0.2 s"):
         nodes.join(str(run.root), 1, console, wait_s=0.2)
     monkeypatch.setattr(
-        nodes, "run_agent", lambda run, *_: write_json(run.result_json, {"status": "stopped", "exit_code": 6})
+        nodes, "run_agent", lambda run, *_, **__: write_json(run.result_json, {"status": "stopped", "exit_code": 6})
     )
     generations.begin(run)
     assert nodes.join(str(run.root), 1, console, wait_s=0.2) == 6
@@ -142,7 +147,7 @@ def test_an_earlier_start_that_nobody_answers_for_is_passed_over(
 ) -> None:
     asked: list[int] = []
 
-    def serve(run: RunDir, generation: int, node: int, begin: object) -> None:
+    def serve(run: RunDir, generation: int, node: int, begin: object, tell: object, **_: object) -> None:
         asked.append(generation)
         if len(asked) == 1:
             generations.begin(run)
@@ -158,7 +163,7 @@ def test_an_earlier_start_that_nobody_answers_for_is_passed_over(
 def test_a_first_node_that_leaves_no_result_has_failed(
     run: RunDir, console: RunConsole, shown: StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "run_agent", lambda *_: None)
+    monkeypatch.setattr(nodes, "run_agent", lambda *_, **__: None)
     generations.begin(run)
     assert nodes.join(str(run.root), 1, console, wait_s=0.2) == WorkerError.exit_code
     assert f"trainspec resume {run.root}" in shown.getvalue()
@@ -167,7 +172,7 @@ def test_a_first_node_that_leaves_no_result_has_failed(
 def test_no_run_in_which_others_can_write_is_taken_part_in(
     run: RunDir, console: RunConsole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "run_agent", lambda *_: pytest.fail("nothing of it is run"))
+    monkeypatch.setattr(nodes, "run_agent", lambda *_, **__: pytest.fail("nothing of it is run"))
     generations.begin(run)
     run.root.chmod(0o777)
     with raises(MachineError, "not_trusted", "by every user"):
@@ -177,7 +182,7 @@ def test_no_run_in_which_others_can_write_is_taken_part_in(
 def test_a_refusal_of_this_node_is_what_is_told(
     run: RunDir, console: RunConsole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def serve(*_: object) -> None:
+    def serve(*_: object, **__: object) -> None:
         raise MachineError("nobody listens")
 
     monkeypatch.setattr(nodes, "run_agent", serve)

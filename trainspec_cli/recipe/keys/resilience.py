@@ -88,8 +88,8 @@ class ResilienceSpec:
     """elastic: number of replica groups, each of which is a set of processes that holds the full model in its own
     layout. auto is `layout.dp_replicate` if that is set, otherwise 2 (the planner tries several numbers).
 
-    On several nodes, each replica group takes entire nodes, or several groups share one node. A run does not survive
-    the loss of the first node, which runs the supervisor and the rendezvous server."""
+    On several nodes, each replica group takes entire nodes, or several groups share one node. If the first node is
+    lost, which runs the supervisor and the rendezvous server, all groups restart from the newest checkpoint."""
     min_groups: PositiveInt = 1
     """elastic: with fewer replica groups than this, the run waits; if no group can return, it ends."""
     max_restarts_per_hour: NonNegativeInt = 6
@@ -101,7 +101,7 @@ class ResilienceSpec:
     continue: the run restarts with a connected spare node or, without one, on fewer nodes, and returns to all nodes
     when the lost one or a replacement is connected. If no layout fits fewer nodes, it waits.
 
-    If node 0 is lost, the node with the lowest number takes over its tasks.
+    If node 0 is lost, the node with the lowest number takes over its tasks (also with elastic).
 
     wait: it restarts with a connected spare node or, without one, when the lost node or a replacement has connected,
     within `run.join_timeout_s`. If node 0 is lost, it ends.
@@ -140,8 +140,8 @@ class ResilienceSpec:
 
     @property
     def survives_first_node(self) -> bool:
-        """Return whether another node takes over such a run if its first node is lost."""
-        return self.survives_lost_nodes and self.after_node_loss == "continue"
+        """Return whether another node takes over a run on several nodes without Slurm if its first node is lost."""
+        return self.mode in ("restart", "elastic") and self.after_node_loss == "continue"
 
     @property
     def is_one_of_several(self) -> bool:

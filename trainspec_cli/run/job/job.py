@@ -54,6 +54,10 @@ class Job:
     """Global ranks of a replica group; None for all ranks."""
     nodes: tuple[int, ...] = ()
     """With several nodes: their numbers, ordered by place. The nodes after those of the plan are spares."""
+    num_nodes: int = 0
+    """With several nodes and without a plan: the number of nodes that run the job. The nodes after them are spares."""
+    allowed_nodes: range = range(0)
+    """With several nodes and without a plan: the numbers of nodes that can run the job."""
     left_out: tuple[int, ...] = ()
     """Numbers of the nodes that were dropped because they were too slow."""
     lost: tuple[tuple[int, str], ...] = ()

@@ -24,7 +24,8 @@ reports NodeLost. Here, `_node_lost` orders those groups to be killed. When no p
 follows. A single-group run restarts with a spare or on fewer nodes, and later on all of them again (`RunNodes`). Under
 Slurm, it ends with exit code 5 (the loss is recorded in errors/nodeNNNNN.json), and its job is requeued without the
 node. With several groups, the others continue, and the group waits for its node until the node has been away for too
-long.
+long. Under Slurm, a second job brings another node (`run/slurm/replacement.py`). A user's command restarts within its
+budget, on nodes selected by `CommandNodes`.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ from trainspec_cli.run.recovery.run_state import (
     NodesSeen,
     NodeStopRequested,
     NodeUnfit,
+    Noted,
     Orphaned,
     Presence,
     PresenceChanged,
@@ -110,7 +112,7 @@ def begin(
         checkpoint_step,
         memory_ladder=memory_ladder,
         restarts_left=restarts_left,
-        survives_lost_nodes=survives_lost_nodes and resilience.mode == "restart",
+        survives_lost_nodes=survives_lost_nodes and (resilience.mode == "restart" or restarts_left is not None),
         took_over=took_over,
     )
 
@@ -158,7 +160,8 @@ def next_action(state: RunState, event: Event) -> Decision:
             # Change the nodes of a healthy single-group run: ask its workers to write a checkpoint and exit, within the
             # time allowed for a stop. Failures take precedence, and a run that is ending is not changed.
             only = state.groups[0]
-            over = state.is_over or state.is_ending or state.stop_requested or state.resilience.mode == "none"
+            over = state.is_over or state.is_ending or state.stop_requested
+            over = over or (state.resilience.mode == "none" and state.restarts_left is None)
             over = over or not state.is_alone or event.node in state.left_out or bool(state.leaving)
             if over or not state.has_stepped or only.phase != "running" or only.kill_at_s < math.inf:
                 return state, ()
@@ -183,8 +186,12 @@ def next_action(state: RunState, event: Event) -> Decision:
             return _stop(state._replace(stop_requested=True))
         case RendezvousRestarted():
             return state, (Inform("the rendezvous server ended; it starts again"),)
-        # These events are only recorded; what happens next depends on the presence of the groups' nodes
-        case NodeBack() | NodesSeen():
+        # What happens next depends on the presence of the groups' nodes
+        case NodeBack():
+            return state, (Inform(f"{label_node(event.node, event.hostname)} is connected again"),)
+        case Noted(text):
+            return state, (Inform(text),)
+        case NodesSeen():
             return state, ()
 
 
@@ -287,7 +294,9 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
         return state, ()
     state = state._replace(exit_code=event.exit_code, checkpoint_step=event.checkpoint_step)
     only_orphans_killed = group.kill_at_s < math.inf
-    if event.done and (state.is_alone or group.phase == "running" or only_orphans_killed):
+    # A user's command may exit with code 0 when it is asked to stop.
+    has_left = bool(state.leaving) and state.restarts_left is not None
+    if event.done and not has_left and (state.is_alone or group.phase == "running" or only_orphans_killed):
         return _drop_waiting(_change(state, event.group, phase="done")), ()
     state = _change(state, event.group, phase="gone", failures_in_a_row=group.failures_in_a_row + 1)
     # The group was asked to exit, so this is a failure only if it exited in another way.
@@ -431,21 +440,31 @@ def _does_without(state: RunState, node: int) -> bool:
     only = state.groups[0]
     has_run = only.starts > 0 or state.took_over
     may_leave = state.resilience.after_node_loss == "continue" and node not in state.replaced
-    return has_run and may_leave and may_restart(state.resilience, only.restarts_s, state.now_s)
+    return has_run and may_leave and _may_restart_run(state)
+
+
+def _may_restart_run(state: RunState) -> bool:
+    if state.restarts_left is not None:
+        return state.restarts_left > 0
+    return may_restart(state.resilience, state.groups[0].restarts_s, state.now_s)
 
 
 def _after_leaving(state: RunState, event: GroupEnded) -> Decision:
     """Restart with other nodes. If a node was lost, or the workers did not exit as requested, this is a failure."""
     group = state.groups[0]
     over = state.stop_requested or state.stopping or bool(event.left_behind)
+    has_budget = state.restarts_left is not None
     state = state._replace(last_failure=event.headline)
     if any(isinstance(one, NodeLost) for one in state.leaving):
-        if over or not may_restart(state.resilience, group.restarts_s, state.now_s):
+        if over or not _may_restart_run(state):
             return state, (RecordLosses(),)
+        if state.restarts_left is not None:
+            state = state._replace(restarts_left=state.restarts_left - 1)
         state, _ = _wait(_change(state, 0, needs_generation=True), 0)
         return state, ()
     failed = event.own_error or event.foreseen or event.checkpoint_step <= group.checkpoint_step
-    if over or failed:
+    # The exit code of a user's command that was asked to stop says nothing.
+    if over or (failed and not has_budget):
         return _after_failure_of_run(state, event)
     state = _change(state, 0, is_planned=True, needs_generation=True, failures_in_a_row=0)
     state, _ = _wait(state, 0)

@@ -212,6 +212,7 @@ class NodeLost:
 @dataclass(frozen=True)
 class NodeBack:
     node: int
+    hostname: str = ""
 
 
 @dataclass(frozen=True)
@@ -278,10 +279,17 @@ class RendezvousRestarted:
     """The rendezvous server had exited and was restarted."""
 
 
+@dataclass(frozen=True)
+class Noted:
+    """A message for the user, which changes nothing."""
+
+    text: str
+
+
 Event = (
     Tick | PresenceChanged | Begun | Stepped | Retried | WorkerFailed | Orphaned | GroupEnded
     | NodeLost | NodeBack | NodeUnfit | NodeSlow | NodeReturned | NodesSeen | AgentsFailed | StopRequested
-    | NodeStopRequested | RendezvousRestarted
+    | NodeStopRequested | RendezvousRestarted | Noted
 )  # fmt: skip
 
 

@@ -19,10 +19,17 @@ SILENT = "slurm_silent"
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
 
-def submit(script: Path) -> str:
-    """Submit a script and return the job's id. Raises MachineError with sbatch's message."""
-    answer = _run(["sbatch", "--parsable", str(script)], hint="check cluster.slurm (sinfo lists partitions and nodes)")
+def submit(script: Path, *options: str, environment: Mapping[str, str] | None = None) -> str:
+    """Submit a script and return the job's id. Options take precedence over the script's. Raises MachineError with
+    sbatch's message."""
+    hint = "check cluster.slurm (sinfo lists partitions and nodes)"
+    answer = _run(["sbatch", "--parsable", *options, str(script)], hint, environment)
     return answer.partition(";")[0].strip()
+
+
+def cancel(job_id: str) -> None:
+    """End a job that is pending or running. Raises MachineError."""
+    _run(["scancel", job_id], hint="")
 
 
 def is_alive(job_id: str) -> bool:
@@ -68,13 +75,18 @@ def exclude(job_id: str, hostnames: Sequence[str], always: str | None = None) ->
     job = show(job_id)
     nodes_wanted = int(job["NumNodes"].partition("-")[0])  # for a range such as 2-4, its lower end
     room = int(show(job["Partition"], "partition")["TotalNodes"]) - nodes_wanted
-    kept = _names(always)
-    lost = [*(name for name in _names(job.get("ExcNodeList")) if name not in {*hostnames, *kept}), *hostnames]
+    kept = names(always)
+    lost = [*(name for name in names(job.get("ExcNodeList")) if name not in {*hostnames, *kept}), *hostnames]
     newest = lost[max(0, len(lost) - max(0, room - len(kept))) :]
-    _run(["scontrol", "update", f"job={job_id}", f"ExcNodeList={','.join([*kept, *newest])}"], hint="")
+    exclude_only(job_id, [*kept, *newest])
 
 
-def _names(node_list: str | None) -> list[str]:
+def exclude_only(job_id: str, hostnames: Sequence[str]) -> None:
+    """Exclude exactly `hostnames` from a pending job. Raises MachineError."""
+    _run(["scontrol", "update", f"job={job_id}", f"ExcNodeList={','.join(hostnames)}"], hint="")
+
+
+def names(node_list: str | None) -> list[str]:
     """Expand a node list: `node[3-5]` -> node3, node4, node5."""
     if not node_list or node_list == NONE:
         return []
@@ -90,7 +102,7 @@ def own_address() -> str:
 
 def own_name() -> str:
     """Return Slurm's name for the node that this process runs on."""
-    return os.environ.get("SLURMD_NODENAME") or _names(os.environ["SLURM_JOB_NODELIST"])[0]
+    return os.environ.get("SLURMD_NODENAME") or names(os.environ["SLURM_JOB_NODELIST"])[0]
 
 
 def why_down(hostname: str) -> str:
@@ -113,7 +125,7 @@ def topology_addresses(num_nodes: int) -> dict[str, str]:
     answer = _run([*srun, "sh", "-c", 'echo "$SLURMD_NODENAME" "$SLURM_TOPOLOGY_ADDR"'], hint="")
     lines = (line.split() for line in answer.splitlines())
     addresses = {words[0]: words[1] if len(words) > 1 else "" for words in lines if words}
-    return {node: addresses[node] for node in _names(os.environ["SLURM_JOB_NODELIST"]) if node in addresses}
+    return {node: addresses[node] for node in names(os.environ["SLURM_JOB_NODELIST"]) if node in addresses}
 
 
 def show_topology() -> str:
@@ -121,11 +133,20 @@ def show_topology() -> str:
     return _run(["scontrol", "show", "topology"], hint="")
 
 
-def _run(command: Sequence[str], hint: str, timeout_s: float = TIMEOUT_S) -> str:
+def _run(
+    command: Sequence[str], hint: str, environment: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S
+) -> str:
     """Run a command and return its output. Raises MachineError."""
     name = command[0]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )
     except FileNotFoundError as error:
         hint = "use a login node of the cluster, or print the script here without --submit"
         raise _failed("no_slurm", f"{name} is not installed on this node", hint) from error

@@ -13,21 +13,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from trainspec_cli.core.errors import MachineError, Problem, RecipeError, WorkerError
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError, WorkerError
 from trainspec_cli.core.node import check_tree
 from trainspec_cli.core.printable import format_duration
 from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.resilience import NodeLossResponse
 from trainspec_cli.recipe.keys.run import RunSection, RunSpec
 from trainspec_cli.recipe.records import Absent
 from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.reporter.live import LiveView
-from trainspec_cli.run.backend.nodes.agent import CUT_OFF, run_agent
+from trainspec_cli.run.backend.nodes.agent import CUT_OFF, describe_part, run_agent
 from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, agent_command
 from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.events import spoken_bytes
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
-from trainspec_cli.run.folder.record import RunResult, read_plan, read_result
-from trainspec_cli.run.job.folder import ClaimSigns, drop_claim, read_claim
+from trainspec_cli.run.folder.record import RunResult, read_plan, read_plan_of_all_nodes, read_result
+from trainspec_cli.run.job.folder import ClaimSigns, drop_claim, is_running, read_claim
+from trainspec_cli.run.job.machine import own_address
 from trainspec_cli.session.launching.kinds import kind_of
 
 RETRY_S = 0.1
@@ -51,6 +54,10 @@ class NodeOptions:
     node_rank: int = 0
     endpoint: str | None = None
     """HOST:PORT"""
+    min_nodes: int | None = None
+    """For a user's command: the smallest number of nodes on which it continues after losses; None for `nnodes`."""
+    spare_nodes: int = 0
+    """For a user's command: nodes in addition to `nnodes` that replace lost ones. (A recipe states its own.)"""
     of_slurm: bool = False
     """True if srun started this command on each node. In that case, hints must not ask the user to run it there."""
 
@@ -106,6 +113,42 @@ def check_recipe(run: RunDir, record: GenerationRecord) -> None:
         raise RecipeError(Problem("usage", message, hint="use the same command on each node"))
 
 
+def response_of_recipe(run: RunDir) -> NodeLossResponse:
+    resilience = read_plan(run).spec.resilience
+    if resilience.survives_first_node:
+        return "continue"
+    return "wait" if resilience.survives_lost_nodes else "end"
+
+
+def take_over(
+    run: RunDir, lost_in: GenerationRecord, node: int, console: RunConsole, joined: Joined, wait_s: float
+) -> int | None:
+    """Supervise a run from this node, `node`, after its first node was lost in the start `lost_in`; the other nodes
+    join this node's starts. Return the run's exit code; None if another supervisor has the run."""
+    if joined.take_over is None or is_running(run):
+        return None
+    first, *others = lost_in.nodes[: lost_in.num_nodes]
+    spares = lost_in.nodes[lost_in.num_nodes :]
+    own = (node, *(other for other in others if other != node))
+    away = (first, *(spare for spare in spares if spare != node))
+    missing = away[: max(1, joined.num_nodes(run) - len(own))]
+    reach = Reach(
+        own_address(lost_in.head),
+        agent_command(node),
+        return_timeout_s=wait_s,
+        nodes=(*own, *away),
+        lost=tuple((other, lost_in.host if other == first else "") for other in missing),
+    )
+    console.report(f"node {node}: takes over the run, because its first node, {lost_in.host}, is gone")
+    try:
+        return joined.take_over(run, reach, console)
+    except TrainspecError as error:
+        if error.problems[0].code in ("still_running", generations.FENCED):
+            console.report(f"node {node}: another node has the run")
+            return None
+        raise
+
+
 @dataclass(frozen=True)
 class Joined:
     """A node's expectations of the run that it joins. The defaults describe a recipe run."""
@@ -120,9 +163,14 @@ class Joined:
     """Key or option that specifies how long nodes wait for one another."""
     of_slurm: bool = False
     """True if srun merges the output of all nodes, so that the first node's progress is already visible."""
-    take_over: Callable[[RunDir, GenerationRecord, int, RunConsole], int | None] | None = None
-    """Supervises the run from this node after the loss of its first node during a start, and returns the run's exit
-    code; None if another supervisor has the run. None for runs that end with their first node."""
+    num_nodes: Callable[[RunDir], int] = lambda run: read_plan_of_all_nodes(run).num_nodes
+    """Returns the number of nodes that the run uses if none is lost."""
+    first_node_loss: Callable[[RunDir], NodeLossResponse] = response_of_recipe
+    """Returns what follows from the loss of the first node: another node takes over the run (continue), the others wait
+    for the first node, or the run ends."""
+    take_over: Callable[[RunDir, Reach, RunConsole], int] | None = None
+    """Supervises the run from this node after the loss of the first node, and returns the run's exit code. Raises
+    TrainspecError if another supervisor has the run. None if the run ends with its first node in any case."""
 
 
 def join(
@@ -139,6 +187,10 @@ def join(
     over, and the rest join its starts. Raises MachineError if no first node starts within `wait_s`, or if other users
     can write to the run folder."""
     run = RunDir(Path(run_dir).absolute())
+
+    def tell(what: str) -> None:
+        console.report(f"node {node}: {what}")
+
     served = 0
     deadline = time.monotonic() + wait_s
     # The error for a missing first node; its hint uses the terminology of `trainspec launch`, `run`, or srun.
@@ -149,19 +201,25 @@ def join(
     refusal = MachineError(Problem("no_first_host", message, hint=hint, environment=True))
     where = f"in {run.root}" if run.root.is_dir() else f"to create {run.root}, which does not exist on this node yet"
     limit = f"up to {format_duration(wait_s)}; {joined.join_key}"
-    console.report(f"node {node}: waiting for the first node {where} ({limit})")
+    tell(f"waiting for the first node {where} ({limit})")
     gives_up_at = deadline
     tried = 0
     lost_in: GenerationRecord | None = None
     lost: LostSupervisor | None = None
     locks_are_seen = False
+    spoken = 0
     while not (served and run.result_json.is_file()):
-        if time.monotonic() > deadline or (lost and lost.is_gone()):
+        is_gone = lost is not None and lost.is_gone()
+        if time.monotonic() > deadline or is_gone:
             lost = None
             is_newest = generations.newest(run) in (served, tried)
-            if lost_in is None or joined.take_over is None or (is_newest and time.monotonic() > gives_up_at):
+            if lost_in is None or (is_newest and time.monotonic() > gives_up_at):
                 break
-            code = joined.take_over(run, lost_in, node, console) if is_newest else None
+            # If the run still writes events, only this node is cut off. Not all file systems show other nodes' locks.
+            before_bytes = spoken
+            spoken = spoken_bytes(run)
+            is_silent = is_gone or spoken == before_bytes
+            code = take_over(run, lost_in, node, console, joined, wait_s) if is_newest and is_silent else None
             if code is not None:
                 return code
             deadline = min(gives_up_at, time.monotonic() + RESULT_TIMEOUT_S)
@@ -180,25 +238,28 @@ def join(
                             return
                         claim = read_claim(run)
                         locks_are_seen = claim is not None and claim.is_locked
-                        logs = Path(record.logs) / f"node{record.place_of(node):05d}"
-                        console.report(f"node {node}: joined start {record.generation}; its output goes to {logs}")
+                        tell(describe_part(run, record, node))
                         if not joined.of_slurm:
                             shown.enter_context(_showing_progress(run, record, console))
 
-                    code = run_agent(run, generation, node, begin)
+                    may_change = joined.take_over is not None
+                    code = run_agent(run, generation, node, begin, tell, first_may_change=may_change)
                 served = generation
                 gives_up_at = deadline = time.monotonic() + RESULT_TIMEOUT_S
                 lost_in = lost = None
-                resilience = read_plan(run).spec.resilience if code == CUT_OFF and joined.take_over else None
-                if resilience and resilience.survives_lost_nodes:
+                response = joined.first_node_loss(run) if code == CUT_OFF and joined.take_over else "end"
+                if response == "continue":
                     gives_up_at = deadline + wait_s
-                    if resilience.survives_first_node:
-                        # The node with the lowest number is the first to take over.
-                        lost_in = generations.read(run, generation)
-                        deadline += node * TURN_S
-                        lost = lost_in and LostSupervisor(run, lost_in, node, locks_are_seen=locks_are_seen)
-                    else:
-                        deadline = gives_up_at
+                    # The node with the lowest number is the first to take over.
+                    lost_in = generations.read(run, generation)
+                    spoken = spoken_bytes(run)
+                    deadline += node * TURN_S
+                    lost = lost_in and LostSupervisor(run, lost_in, node, locks_are_seen=locks_are_seen)
+                    limit = format_duration(deadline - time.monotonic())
+                    tell(f"takes over, unless the first node or another one starts the run within {limit}")
+                elif response == "wait":
+                    gives_up_at = deadline = deadline + wait_s
+                    tell(f"waiting for the first node's next start (up to {format_duration(wait_s)})")
             except MachineError as error:  # perhaps from an earlier start whose first node is gone
                 refusal = error
                 if lost_in and generation > tried:  # the node that took over may be lost, too
@@ -210,11 +271,11 @@ def join(
         raise refusal
     result = read_result(run)
     if result is None:
-        console.report(f"node {node}: the first node was lost, and has not written a result")
+        tell("the first node was lost, and has not written a result")
         console.report(f"restart the run: {kind_of(run).start_again(run)}")
     else:
         reason = "" if isinstance(result.reason, Absent) else f": {result.reason}"
-        console.report(f"node {node}: the run is {result.status}{reason}")
+        tell(f"the run is {result.status}{reason}")
     return joined.exit_code(run, result)
 
 

@@ -42,14 +42,13 @@ from trainspec_cli.reporter.text import describe_plan
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.local import LocalBackend
 from trainspec_cli.run.backend.nodes.agent import run_agent
-from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, agent_command, build_nodes_job
+from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.channel.worker import WorkerMail
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.event_types.events import StartEvent
 from trainspec_cli.run.folder.events import EventTail
 from trainspec_cli.run.folder.files import write_text
-from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.known_runs import known_runs
 from trainspec_cli.run.folder.memory import newest_copy
 from trainspec_cli.run.folder.own_code import describe_changed_code
@@ -60,14 +59,13 @@ from trainspec_cli.run.job.folder import (
     check_free,
     claim,
     find_owner,
-    is_running,
     make_folder,
     storage,
     write_launch,
     write_resume,
 )
 from trainspec_cli.run.job.job import Job, build_job, render_command
-from trainspec_cli.run.job.machine import detect, own_address
+from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.memory_limits import LimitsWatch
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests
@@ -149,35 +147,13 @@ def launch(
     return EXIT_DONE
 
 
-def take_over(run: RunDir, lost_in: GenerationRecord, node: int, console: RunConsole) -> int | None:
-    """Supervise a run from this node, `node`, after its first node was lost in the start `lost_in`; the other nodes
-    join this node's starts. Return the run's exit code; None if another supervisor has the run."""
-    if is_running(run):
-        return None
-    first, *others = lost_in.nodes[: lost_in.num_nodes]
-    spares = lost_in.nodes[lost_in.num_nodes :]
-    own = (node, *(other for other in others if other != node))
+def take_over(run: RunDir, reach: Reach, console: RunConsole) -> int:
+    """Supervise a run from this node, whose first node was lost. Return the run's exit code."""
     plan = read_plan_of_all_nodes(run)
-    away = (first, *(spare for spare in spares if spare != node))
-    missing = away[: max(1, plan.num_nodes - len(own))]
-    reach = Reach(
-        own_address(lost_in.head),
-        agent_command(node),
-        serve=partial(run_agent, node=node),
-        return_timeout_s=plan.spec.run.join_timeout_s,
-        nodes=(*own, *away),
-        lost=tuple((other, lost_in.host if other == first else "") for other in missing),
-    )
-    console.report(f"node {node}: takes over the run, because its first node, {lost_in.host}, is gone")
-    try:
-        machine = detect(look_for_gpus=plan.device == "cuda")
-        # The run has trained with this plan, so it starts even if the plan is predicted not to fit.
-        return start(Session(plan, machine, run, console, reach, force=True))
-    except TrainspecError as error:
-        if error.problems[0].code in ("still_running", generations.FENCED):
-            console.report(f"node {node}: another node has the run")
-            return None
-        raise
+    machine = detect(look_for_gpus=plan.device == "cuda")
+    reach = replace(reach, serve=partial(run_agent, node=reach.nodes[0]))
+    # The run has trained with this plan, so it starts even if the plan is predicted not to fit.
+    return start(Session(plan, machine, run, console, reach, force=True))
 
 
 JOINED = Joined(take_over=take_over)

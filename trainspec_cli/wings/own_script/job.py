@@ -21,6 +21,7 @@ from trainspec_cli.core.reading.files import parse_json, unreadable
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSection
 from trainspec_cli.recipe.records import canonical_json, from_plain, to_plain
+from trainspec_cli.run.backend.nodes.backend import Reach
 from trainspec_cli.run.folder.files import read_versioned, write_versioned
 from trainspec_cli.run.folder.generations import GenerationRecord, UnplannedWork
 from trainspec_cli.run.folder.paths import COMMAND, RunDir
@@ -88,6 +89,10 @@ class OwnJob:
     max_requeues: int
     exclude: str | None
     """Nodes excluded by the user."""
+    min_nodes: int | None = None
+    """The smallest number of nodes on which the command continues after losses; None for `num_nodes`."""
+    spare_nodes: int = 0
+    """Nodes in addition to `num_nodes`, each of which waits until it replaces a lost one."""
 
 
 def write_own_job(run: RunDir, job: OwnJob) -> None:
@@ -204,19 +209,22 @@ def build_own_job(command: Sequence[str], root: Path, machine: Machine, wanted: 
     )
 
 
-def build_own_nodes_job(
-    command: Sequence[str], root: Path, start: Sequence[str], nodes: int, wanted: CommandSettings
-) -> Job:
-    """Return the job for several nodes. `start`: the command that starts the agents from the first node."""
+def build_own_nodes_job(command: Sequence[str], root: Path, reach: Reach, own: OwnJob, wanted: CommandSettings) -> Job:
+    """Return the job for several nodes. `wanted`: settings with the remaining restarts."""
     root = root.absolute()
+    nodes = own.num_nodes
     return Job(
         root=root,
-        command=tuple(start),
+        command=reach.start,
         environment={LAUNCH_ID: secrets.token_hex(8), **own_modules()},
         world_size=nodes * (process_count(command) or 1),
         stop_grace_s=wanted.grace_s,
         logs=next_log_folder(RunDir(root).logs),
-        nodes=tuple(range(nodes)),
+        nodes=reach.nodes or tuple(range(nodes + own.spare_nodes)),
+        num_nodes=nodes,
+        allowed_nodes=range(own.min_nodes or nodes, nodes + 1),
+        lost=reach.lost,
+        survives_lost_nodes=reach.return_timeout_s > 0,
         join_timeout_s=wanted.join_timeout_s,
         program=script_name(command),
         log=OUTPUT_LOG,

@@ -43,7 +43,16 @@ from trainspec_cli.run.folder.generations import FENCED, GenerationRecord
 from trainspec_cli.run.folder.known_runs import remember_run
 from trainspec_cli.run.folder.paths import COMMAND, RunDir
 from trainspec_cli.run.folder.record import Resume, RunRecord, RunResult, read_result, read_run_record, write_run_record
-from trainspec_cli.run.job.folder import RUNS, check_free, check_no_run, claim, clear_end, make_folder, storage
+from trainspec_cli.run.job.folder import (
+    RUNS,
+    check_free,
+    check_no_run,
+    claim,
+    clear_end,
+    is_running,
+    make_folder,
+    storage,
+)
 from trainspec_cli.run.job.job import Job, git_state, render_command, versions
 from trainspec_cli.run.job.machine import NodePlace, detect
 from trainspec_cli.run.notify import NOBODY, Notify
@@ -108,7 +117,8 @@ def run_command(
     if again == "done":
         console.report(f"the run in {run_dir} was already finished by an earlier start of this Slurm job")
         return EXIT_DONE
-    if reach and not nodes.is_first:
+    # If another node has taken over from the first one, the first one joins like the rest.
+    if reach and (not nodes.is_first or (not nodes.of_slurm and is_running(RunDir(run_dir)))):
         # Slurm warns every process in a job step. The first node reacts on behalf of all nodes.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         joined = Joined(
@@ -117,6 +127,9 @@ def run_command(
             folder=FOLDER,
             join_key=JOIN_OPTION,
             of_slurm=nodes.of_slurm,
+            num_nodes=lambda run: read_own_job(run).num_nodes,
+            first_node_loss=lambda _: "continue",
+            take_over=None if nodes.of_slurm else take_over,
         )
         return join(run_dir, nodes.node_rank, console, wait_s=wanted.join_timeout_s, joined=joined)
     if not again:
@@ -124,11 +137,26 @@ def run_command(
     with storage(run_dir, FOLDER):
         root = Path(run_dir) if again else make_folder(run_dir, script_name(command), FOLDER)
         # `resume` uses the same options.
-        write_own_job(RunDir(root), OwnJob(nodes.nnodes or 1, wanted, SlurmSpec.max_requeues, None))
+        write_own_job(RunDir(root), _own_job(nodes, wanted))
         left = _left(root, wanted)
         job = _build(command, root, detect(), left, reach, nodes)
         start = partial(_run, job, command, left, reach, console, notify=notify, as_json=as_json)
         return requeueing(RunDir(root), nodes, console, start)
+
+
+def take_over(run: RunDir, reach: Reach, console: RunConsole) -> int:
+    """Supervise a command from this node, whose first node was lost. Return the exit code."""
+    own = read_own_job(run)
+    command = read_run_record(run).command
+    assert not isinstance(command, Absent), "the run must be a user's command"
+    left = _left(run.root, own.wanted)
+    job = build_own_nodes_job(command, run.root, reach, own, left)
+    return _run(job, command, left, reach, console, StopRequests())
+
+
+def _own_job(nodes: NodeOptions, wanted: CommandSettings) -> OwnJob:
+    about = (nodes.nnodes or 1, wanted, SlurmSpec.max_requeues, None)
+    return OwnJob(*about, min_nodes=nodes.min_nodes, spare_nodes=nodes.spare_nodes)
 
 
 def _check_same(command: Sequence[str], run: RunDir, record: GenerationRecord) -> None:
@@ -223,7 +251,7 @@ def reach_nodes(command: Sequence[str], run_dir: str, nodes: NodeOptions, wanted
     hint = f"on each node: trainspec run {example}"
     count = nodes.nnodes
     if nodes.of_slurm:
-        reach = Reach(own_address() if nodes.is_first else "", agent_command(0), None, wanted.join_timeout_s)
+        reach = Reach(own_address() if nodes.is_first else "", agent_command(0))
     elif count is None or count == 1:
         if nodes.endpoint is not None or nodes.node_rank:
             option = "--node-rank" if nodes.node_rank else "--rdzv-endpoint"
@@ -236,7 +264,7 @@ def reach_nodes(command: Sequence[str], run_dir: str, nodes: NodeOptions, wanted
         message = f"--nnodes is {count}, so --rdzv-endpoint, the address of the first node, is required"
         raise RecipeError(Problem("several_hosts", message, "--rdzv-endpoint", hint))
     else:
-        reach = nodes.reach_at(nodes.endpoint, count, 0, hint, wanted.join_timeout_s)
+        reach = nodes.reach_at(nodes.endpoint, count, nodes.spare_nodes, hint, wanted.join_timeout_s)
         if run_dir == AUTO:
             message = "--dir is missing: without it, each node would create a separate folder"
             raise RecipeError(Problem("missing_value", message, "--dir", "pass --dir <a folder that all nodes share>"))
@@ -254,7 +282,7 @@ def _build(
     nodes: NodeOptions,
 ) -> Job:
     if reach and nodes.nnodes:
-        return build_own_nodes_job(command, root, reach.start, nodes.nnodes, wanted)
+        return build_own_nodes_job(command, root, reach, _own_job(nodes, wanted), wanted)
     return build_own_job(command, root, machine, wanted)
 
 
@@ -282,7 +310,7 @@ def show_command(
             head=reach.head,
             hub_port=0,
             rendezvous={},
-            num_nodes=len(job.nodes),
+            num_nodes=job.num_nodes,
             launch_id=job.launch_id,
             logs=str(job.logs),
             worker=(),
@@ -290,7 +318,7 @@ def show_command(
             nodes=job.nodes,
             own=describe_own_command(command, wanted, reach.rendezvous_port or 0),
         )
-        job = build_own_node_job(job.root, detect(), NodePlace(nodes.node_rank, len(job.nodes), reach.head), record)
+        job = build_own_node_job(job.root, detect(), NodePlace(nodes.node_rank, job.num_nodes, reach.head), record)
     environment = dict(job.environment) if reach else {**job.environment, **start_environment(job, 1)}
     if as_json:
         return json_text({"run": str(job.root), "command": list(job.command), "environment": environment})
@@ -483,7 +511,7 @@ class CommandRuns:
             raise RecipeError(Problem("nothing_left", message, hint=hint))
         wanted = _left(run.root, own_job.wanted)
         with storage(str(run.root), FOLDER):
-            job = build_own_nodes_job(command, run.root, reach.start, own_job.num_nodes, wanted)
+            job = build_own_nodes_job(command, run.root, reach, own_job, wanted)
             return _run(job, command, wanted, reach, console, requests)
 
     def limits(self, run: RunDir) -> Limits:

@@ -19,6 +19,7 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import build
 from trainspec_cli.recipe.rules.check import apply
 from trainspec_cli.recipe.rules.run import SLURM_RULES, TEXT_RULES, forget_out_of_range
+from trainspec_cli.run.backend.nodes.backend import Reach
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_run_record
@@ -161,6 +162,6 @@ def write_own_submission(
         write_own_job(run, own_job)
         text = render_own_script(cluster, run.root, name, sys.argv[1:], here)
         write_text(run.job_sbatch, text)
-        job = build_own_nodes_job(command, run.root, (SBATCH, str(run.job_sbatch)), cluster.num_nodes, wanted)
+        job = build_own_nodes_job(command, run.root, Reach("", (SBATCH, str(run.job_sbatch))), own_job, wanted)
         write_own_launch(job, command)
     return Submission([run.root], run.job_sbatch, text, is_new=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.folder import claim
 from trainspec_cli.run.job.machine import NodePlace
 from trainspec_cli.run.signals import PatientRequests
 
@@ -188,7 +190,9 @@ def test_a_node_that_lacks_something_refuses_and_leaves(
     monkeypatch.setattr(agent, "read_secret", lambda path: b"")
     monkeypatch.setattr(Agent, "work", lack)
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
-    assert agent._serve(RunDir(tmp_path), make_plan(), record, 1, PatientRequests()) == agent.UNFIT
+    told: list[str] = []
+    assert agent._serve(RunDir(tmp_path), make_plan(), record, 1, PatientRequests(), told.append) == agent.UNFIT
+    assert told == ["cannot take part: no GPU here"]
     assert hub.receive() == [Hello(1, "node7"), NodeRefuses("no GPU here", "install the driver"), Goodbye()]
     hub.close()
 
@@ -279,7 +283,7 @@ def test_an_examination_without_an_end_is_given_up(lab: Lab, monkeypatch: pytest
     assert now[0] >= agent.EXAMINE_TIMEOUT_S
 
 
-@pytest.mark.parametrize("ending", ["another start", "a result", "a request to stop"])
+@pytest.mark.parametrize("ending", ["another start", "a result", "a request to stop", "no owner"])
 def test_an_agent_comes_back_until_its_start_is_over(
     tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
@@ -289,20 +293,25 @@ def test_an_agent_comes_back_until_its_start_is_over(
     generations.describe(run, replace(record, generation=generations.begin(run)))
     went_on: list[bool] = []
 
-    def keep_serving(serve: object, goes_on: Callable[[], bool], return_timeout_s: float) -> int:
+    def keep_serving(serve: object, goes_on: Callable[[], bool], return_timeout_s: float, tell: object) -> int:
         assert return_timeout_s == 300.0
         went_on.append(goes_on())
         if ending == "another start":
             generations.begin(run)
         elif ending == "a result":
             write_json(run.result_json, {})
+        elif ending == "no owner":
+            owner.close()
         else:
             signal.raise_signal(signal.SIGTERM)
         went_on.append(goes_on())
         return 7
 
     monkeypatch.setattr(agent, "_keep_serving", keep_serving)
-    assert agent.run_agent(run, 1, 1) == 7
+    owner = ExitStack()
+    owner.enter_context(claim(run, "id"))
+    with owner:
+        assert agent.run_agent(run, 1, 1, first_may_change=True) == 7
     assert went_on == [True, False]
 
 
@@ -355,3 +364,39 @@ def test_an_agent_prepares_later_starts_if_it_will_serve_them(
     place = NodePlace(1, 2, "127.0.0.1")
     part = NodePart(RunDir(tmp_path), plan, record, place, Machine("host", 2, 2**30), serves_once)
     assert part.keeps_standby == keeps
+
+
+SIGNS = ("an event", "an owner", "a result", "another start", "restarted", "too often")
+
+
+@pytest.mark.parametrize("sign", ["none", *SIGNS])
+def test_an_elastic_slurm_job_is_requeued_if_its_first_node_gives_no_sign_of_life(
+    tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch, sign: str
+) -> None:
+    run = RunDir(tmp_path)
+    write_json(run.plan_json, to_plain(replace(make_plan(), replica_groups=2)))
+    generation = generations.begin(run)
+    requeued: list[str] = []
+    restarts = {"restarted": "1", "too often": "10"}.get(sign, "0")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "10" if sign == "too often" else "0")
+    monkeypatch.setattr(agent.slurm, "show", lambda _: {"JobState": "RUNNING", "Restarts": restarts})
+    monkeypatch.setattr(agent.slurm, "requeue", requeued.append)
+    with ExitStack() as owner:
+
+        def sleep(seconds: float) -> None:
+            if seconds != agent.FIRST_NODE_TIMEOUT_S:
+                return
+            if sign == "an event":
+                run.events(0).parent.mkdir(parents=True)
+                run.events(0).write_text("{}\n")
+            elif sign == "an owner":
+                owner.enter_context(claim(run, "id"))
+            elif sign == "a result":
+                write_json(run.result_json, {})
+            elif sign == "another start":
+                generations.begin(run)
+
+        monkeypatch.setattr(agent.time, "sleep", sleep)
+        agent.requeue_without_first_node(run, generation, lambda _: None)
+    assert requeued == (["7"] if sign == "none" else [])

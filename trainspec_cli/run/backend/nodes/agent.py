@@ -4,6 +4,8 @@ It runs this node's workers on the hub's request, and reports how they exit. The
 that was dropped because it is too slow, is connected but runs nothing. If the hub is silent for too long, the agent
 considers this node disconnected and ends its processes, because the job continues elsewhere. In a run with replica
 groups, the agent reconnects when it can. Under Slurm, the node's number is the task's number.
+
+`--joins I` instead of `--node I`: the agent replaces that of a lost node. A signal ends this agent, but not the run.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
-from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
+from trainspec_cli.core.errors import Interrupted, MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.node import node_name, private_files
+from trainspec_cli.core.printable import format_duration, label_node
 from trainspec_cli.core.reading.files import parse_json
 from trainspec_cli.core.wings import part_named
 from trainspec_cli.recipe.records import from_plain
@@ -35,15 +39,22 @@ from trainspec_cli.run.backend.standby import keep_standby
 from trainspec_cli.run.channel import messages
 from trainspec_cli.run.channel.wire import Wire, call_hub
 from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.event_types.events import NodesEvent
+from trainspec_cli.run.folder.events import read_sound, spoken_bytes
 from trainspec_cli.run.folder.generations import GenerationRecord, read_secret
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
+from trainspec_cli.run.job.folder import find_owner
 from trainspec_cli.run.job.machine import NodePlace, detect
-from trainspec_cli.run.signals import PatientRequests, on_stop_signal
+from trainspec_cli.run.signals import PatientRequests, interrupt, on_stop_signal
+from trainspec_cli.run.slurm import commands as slurm
+from trainspec_cli.run.slurm.queue import own_job
 
 APPEAR_TIMEOUT_S = 60.0
 """Time in seconds that a network file system may take to show a new file on another node."""
 EXAMINE_TIMEOUT_S = 180.0
+FIRST_NODE_TIMEOUT_S = 30.0
+"""Time in seconds that the first node of a Slurm job may take to show a sign of life."""
 RETURN_INTERVAL_S = 1.0
 """Interval between a disconnected agent's attempts to reconnect."""
 CUT_OFF, UNFIT = 3, 4
@@ -53,12 +64,70 @@ CUT_OFF, UNFIT = 3, 4
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--node", type=int, default=os.environ.get("SLURM_PROCID"))
+    parser.add_argument("--joins", type=int)
     parser.add_argument("run", type=RunDir)
     parser.add_argument("generation", type=int)
     options = parser.parse_args()
     # Slurm sends this warning signal to every process of a step; only the supervisor acts on it
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    sys.exit(run_agent(options.run, options.generation, int(options.node), serves_once=True))
+    is_replacement = options.joins is not None
+    node = options.joins if is_replacement else int(options.node)
+
+    def tell(what: str) -> None:
+        """Print a line to the agents' common log."""
+        print(f"{time.strftime('%H:%M:%S')} {label_node(node, node_name())}: {what}", flush=True)
+
+    def begin(record: GenerationRecord) -> None:
+        tell(f"{describe_part(options.run, record, node)} (first node: {record.head}:{record.hub_port})")
+
+    in_slurm = "SLURM_JOB_ID" in os.environ and not is_replacement
+    about = {"alone": is_replacement, "first_may_change": in_slurm}
+    try:
+        code = run_agent(options.run, options.generation, node, begin, tell, serves_once=True, **about)
+    except KeyboardInterrupt:
+        tell("ends, because it was asked to")
+        sys.exit(Interrupted.exit_code)
+    if code == CUT_OFF and in_slurm:
+        requeue_without_first_node(options.run, options.generation, tell)
+    if code == 0:
+        tell("ends, because the first node has ended this start")
+    sys.exit(code)
+
+
+def requeue_without_first_node(run: RunDir, generation: int, tell: Callable[[str], None]) -> None:
+    """Requeue the Slurm job of this agent if its first node is down.
+
+    A job that outlives its nodes (`--no-kill`) also outlives the node of its batch script: Slurm 22.05 leaves it
+    running on the other nodes until its time limit."""
+    plan = read_plan(run) if run.plan_json.is_file() else None
+    if plan is None or plan.replica_groups == 1:
+        return  # Slurm ends such a job with its first lost node
+    before_bytes = spoken_bytes(run)
+    tell(f"requeues the job, unless the run continues within {FIRST_NODE_TIMEOUT_S:g} s")
+    time.sleep(FIRST_NODE_TIMEOUT_S)
+    is_over = run.result_json.is_file() or generations.newest(run) > generation
+    if is_over or find_owner(run) is not None or spoken_bytes(run) > before_bytes:
+        return
+    done = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    try:
+        job = slurm.show(own_job())
+        may_requeue = done < plan.spec.cluster.slurm.max_requeues
+        if may_requeue and job.get("JobState") == "RUNNING" and int(job.get("Restarts", done)) == done:
+            tell("requeues the job, because its first node is down")
+            slurm.requeue(own_job())
+    except MachineError as error:
+        tell(f"the job was not requeued: {error}")
+
+
+def describe_part(run: RunDir, record: GenerationRecord, node: int) -> str:
+    """Return what a node does in a start, for messages."""
+    place = record.place_of(node)
+    if place < record.num_nodes:
+        return f"joined start {record.generation}; its output goes to {Path(record.logs) / f'node{place:05d}'}"
+    events = read_sound(run.directives)
+    reasons = [event.reason for event in events if isinstance(event, NodesEvent) and event.node == node]
+    why = "it was dropped, because it was slow" if reasons[-1:] == ["slow"] else "a spare"
+    return f"stands by in start {record.generation}: {why}"
 
 
 def run_agent(
@@ -66,10 +135,16 @@ def run_agent(
     generation: int,
     node: int,
     begin: Callable[[GenerationRecord], None] = lambda _: None,
+    tell: Callable[[str], None] = lambda _: None,
     *,
     serves_once: bool = False,
+    alone: bool = False,
+    first_may_change: bool = False,
 ) -> int:
-    """Take part in one generation of a run. Return 0 when the hub has ended it, otherwise `CUT_OFF` or `UNFIT`.
+    """Take part in one generation of a run. Return 0 when the hub has ended it, otherwise `CUT_OFF` or `UNFIT`. A
+    signal stops the run or, with `alone`, only this agent (KeyboardInterrupt). `tell` receives messages about this
+    node. `first_may_change`: whether another node takes over from a first node that is down, so that it is not waited
+    for.
 
     `begin` is called once the first node's record has been read, before anything is started. `serves_once`: this
     process does not serve later generations. Raises MachineError if the
@@ -78,22 +153,30 @@ def run_agent(
     begin(record)
     plan = None if record.own else read_plan(run)
     requests = PatientRequests()
-    serve = partial(_serve, run, plan, record, record.place_of(node), requests, serves_once=serves_once)
+    serve = partial(_serve, run, plan, record, record.place_of(node), requests, tell, serves_once=serves_once)
 
     def goes_on() -> bool:
-        return not requests.count and not run.result_json.is_file() and generations.newest(run) == generation
+        is_over = run.result_json.is_file() or generations.newest(run) > generation
+        return not requests.count and not is_over and not (first_may_change and find_owner(run) is None)
 
-    with on_stop_signal(requests.add), private_files():
+    with on_stop_signal(interrupt if alone else requests.add), private_files():
         if plan and plan.replica_groups > 1:
-            return _keep_serving(serve, goes_on, plan.spec.run.join_timeout_s)
+            return _keep_serving(serve, goes_on, plan.spec.run.join_timeout_s, tell)
         return serve()
 
 
-def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool], return_timeout_s: float) -> int:
+def _keep_serving(
+    serve: Callable[[], int],
+    goes_on: Callable[[], bool],
+    return_timeout_s: float,
+    tell: Callable[[str], None] = lambda _: None,
+) -> int:
     """Serve the hub. After a disconnection, try to reconnect for `return_timeout_s` (only in runs with replica
     groups)."""
     code = serve()
     deadline = time.monotonic() + return_timeout_s
+    if code == CUT_OFF:
+        tell(f"tries to connect again, for up to {format_duration(return_timeout_s)}")
     while code == CUT_OFF and goes_on() and time.monotonic() < deadline:
         time.sleep(RETURN_INTERVAL_S)
         try:
@@ -111,15 +194,21 @@ def _serve(
     record: GenerationRecord,
     place: int,
     requests: PatientRequests,
+    tell: Callable[[str], None],
     *,
     serves_once: bool = False,
 ) -> int:
     wire = connect(record, read_secret(run.secret(record.generation)), place)
     try:
         agent = Agent(wire, run, plan, record, place, requests, serves_once=serves_once)
-        return agent.work() if place < record.num_nodes else agent.stand_by()
+        code = agent.work() if place < record.num_nodes else agent.stand_by()
+        if code == CUT_OFF:
+            how = "has closed the connection" if wire.closed else f"has been silent for {wire.silent_s:.0f} s"
+            tell(f"the first node, {record.host}, {how}")
+        return code
     except MachineError as error:
         hint = next((problem.hint for problem in error.problems if problem.hint), "")
+        tell(f"cannot take part: {' '.join(str(error).split())}")
         wire.send(messages.NodeRefuses(" ".join(str(error).split()), " ".join(hint.split())))
         wire.send(messages.Goodbye())
         return UNFIT

@@ -57,6 +57,21 @@ DRAIN_S = 5.0
 """Time in seconds that srun may take to exit after all agents have ended."""
 
 
+class Replacements(Protocol):
+    """Finds other machines for the lost nodes of a run with replica groups. No method but `close` may block."""
+
+    def ask(self, node: int, hostname: str, generation: int) -> None:
+        """Find a machine in place of the lost node `node`, which joins this generation under the same number."""
+
+    def withdraw(self, node: int, hostname: str = "") -> None:
+        """Note that the node is connected, from `hostname`."""
+
+    def take_news(self) -> list[str]:
+        """Return the messages for the user since the last call."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Reach:
     """How this process reaches the nodes of a job."""
@@ -79,6 +94,8 @@ class Reach:
     serve: Callable[[RunDir, int], int] | None = None
     """If given, this process runs the agent of this node itself, in a thread, instead of the command: it then lasts
     from one generation to the next, and with it the node's standby. Returns the agent's exit code."""
+    replacements: Replacements | None = None
+    """None if users start lost nodes again themselves."""
 
 
 def agent_command(node: int | None = None) -> tuple[str, ...]:
@@ -256,8 +273,10 @@ class NodesBackend:
         self._suspects = repeated_faults(read_node_failures(job.run)) if job.survives_lost_nodes else {}
         skips = job.survives_lost_nodes and job.is_restart and not self._suspects
         self._examination = None if skips else examination
-        self._num_nodes = plan.num_nodes if plan else len(job.nodes)
+        self._num_nodes = plan.num_nodes if plan else job.num_nodes
         self._num_groups = plan.replica_groups if plan else 1
+        # A run with one group restarts without the lost node, or its job is requeued.
+        self._replacements = reach.replacements if self._num_groups > 1 else None
         self._places = (*job.nodes, *job.left_out)
         """The numbers of the job's nodes; those beyond the plan's nodes are spares."""
         job.logs.mkdir(parents=True, exist_ok=True)
@@ -285,7 +304,10 @@ class NodesBackend:
         self._starts: dict[int, RunningStart] = {}
         self._presence: dict[int, run_state.Presence] = {}
         self._hostnames: tuple[str, ...] = ()
-        self._lost: set[int] = set()
+        # This node may have taken over the run, whose groups start without the nodes that were lost before.
+        self._lost = {self._places.index(number) for number, _ in job.lost}
+        for place in self._lost:
+            self._hub.nodes[place].loss = "was lost before this start"
         self._agents_failed = False
 
     def start(self, group: int, number: int) -> None:
@@ -326,6 +348,7 @@ class NodesBackend:
                 )
             events += [run_state.NodesSeen(hostnames, waiting)]
         events += poll_starts(self._starts)
+        events += [run_state.Noted(text) for text in (self._replacements.take_news() if self._replacements else ())]
         return events + (self._rendezvous_watch.poll() if self._rendezvous_watch else [])
 
     def stop(self, group: int | None = None) -> None:
@@ -351,7 +374,9 @@ class NodesBackend:
         if isinstance(message, Came):
             returned = node.node in self._lost
             self._lost.discard(node.node)
-            return [run_state.NodeBack(self._number(node))] if returned else []
+            if self._replacements:
+                self._replacements.withdraw(self._number(node), node.hostname)
+            return [run_state.NodeBack(self._number(node), node.hostname)] if returned else []
         if isinstance(message, Lost):
             return [self._lose(node, node.loss)]
         if isinstance(message, messages.NodeRefuses):
@@ -368,6 +393,8 @@ class NodesBackend:
 
     def _lose(self, node: RemoteNode, why: str) -> run_state.NodeLost:
         self._lost.add(node.node)
+        if self._replacements:
+            self._replacements.ask(self._number(node), node.hostname, self.generation)
         there = self._starts_on(node)
         for start in there:
             start.lose(node.node, self._number(node), node.hostname, why)
@@ -497,6 +524,8 @@ class NodesBackend:
         if self._rendezvous:
             self._rendezvous.close()
         self._end_starter(in_order=in_order)
+        if self._replacements:
+            self._replacements.close()
         return close_family(self._guarded[1], self._guarded[0]) if self._guarded else ()
 
     def _start_agents(self) -> subprocess.Popen[bytes] | AgentThread:

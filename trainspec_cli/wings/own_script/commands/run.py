@@ -23,9 +23,11 @@ from trainspec_cli.cli.options import (
     MaxRestarts,
     NodeRank,
     NotifyWhom,
-    NumNodes,
+    NumNodesRange,
+    SpareNodes,
     WorkFor,
 )
+from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.run.notify import Notify
 from trainspec_cli.run.signals import interrupt, on_stop_signal
 
@@ -50,8 +52,9 @@ def run(
     grace_s: Grace = GRACE_S,
     hang_s: HangAfter = None,
     work_s: WorkFor = WORK_S,
-    nnodes: NumNodes = None,
+    nnodes: NumNodesRange = None,
     node_rank: NodeRank = 0,
+    spare_nodes: SpareNodes = 0,
     rdzv_endpoint: Endpoint = None,
     join_timeout_s: JoinTimeout = JOIN_TIMEOUT_S,
     dry_run: DryRun = False,
@@ -68,7 +71,8 @@ def run(
         launching as session,
     )  # deferred: takes half a second, and --help does not need it
 
-    nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
+    smallest, largest = parse_nodes(nnodes)
+    nodes = NodeOptions(largest, node_rank, rdzv_endpoint, smallest, spare_nodes)
     wanted = settings_of(CommandOptions(max_restarts, grace_s, hang_s, work_s, join_timeout_s))
     with on_stop_signal(interrupt):
         if dry_run:
@@ -76,6 +80,17 @@ def run(
             print(shown, end="\n" if as_json else "")
             return 0
         return session.run_command(command or [], folder, wanted, nodes, Notify(notify), as_json=as_json)
+
+
+def parse_nodes(text: str | None) -> tuple[int | None, int | None]:
+    """Return the numbers of `N` (None, N) or `MIN:MAX`. Raises RecipeError."""
+    if text is None:
+        return None, None
+    numbers = text.split(":")
+    if not all(number.isdigit() for number in numbers) or len(numbers) > 2 or int(numbers[0]) > int(numbers[-1]):
+        message = f"--nnodes is {text}; it must be a number such as 4, or a range such as 2:4"
+        raise RecipeError(Problem("usage", message, "--nnodes"))
+    return (int(numbers[0]) if len(numbers) == 2 else None), int(numbers[-1])
 
 
 def settings_of(options: CommandOptions) -> CommandSettings:
