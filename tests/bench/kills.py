@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,6 +54,8 @@ POLL_S = 0.05
 STEP_S = 0.15
 """Steps are slowed to this time, so that few of them have to be made again without faults."""
 LOG_STEPS = 20
+BACK_S = (0.0, 1.0, 4.0, 12.0, 45.0)
+"""Times until the user starts a command again. Within the shortest ones, no other machine takes over."""
 RECIPE = (
     *("recipe=tiny", "cluster.devices_per_node=1", "data.seq_len=16", "batching.global_batch_size=12"),
     *("precision.compute=fp32", "optim.schedule.kind=constant", "optim.lr=1e-5", "run.preflight=false"),
@@ -141,7 +144,7 @@ def draw(seed: int, number: int, mode: Mode) -> Drawn:
     first = 2 if mode.lost_head_ends and kind not in ANYWHERE else 1
     machine = chance.randint(first, MACHINES)
     other = chance.choice([one for one in range(1, MACHINES + 1) if one != machine])
-    return Drawn(kind, machine, other, chance.uniform(1, 14), chance.randint(6, 25), chance.choice([0.0, 1.0, 4.0, 12.0]))
+    return Drawn(kind, machine, other, chance.uniform(1, 14), chance.randint(6, 25), chance.choice(BACK_S))
 
 
 class Bench:
@@ -256,7 +259,7 @@ class Bench:
 
 
 def _is_telling(line: str) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith("step ")
+    return bool(line.strip()) and not re.match(r"\s*step \d+/", line)
 
 
 # The faults: each is a context that lasts as long as the fault does
@@ -329,6 +332,22 @@ def power_off_supervisor(bench: Bench, drawn: Drawn) -> Iterator[None]:
     machine.switch_on()
 
 
+@contextmanager
+def two_off(bench: Bench, drawn: Drawn) -> Iterator[None]:
+    with power_off(bench, drawn), power_off(bench, replace(drawn, machine=drawn.other)):
+        yield
+
+
+@contextmanager
+def kill_again(bench: Bench, drawn: Drawn) -> Iterator[None]:
+    """Kill a worker, and another one while the run recovers."""
+    again = kill(lambda bench, number: workers(bench, number)[:1])
+    with again(bench, drawn):
+        time.sleep(drawn.seconds)
+    with again(bench, replace(drawn, machine=drawn.other)):
+        yield
+
+
 def stopped(find: Callable[[Bench, int], list[psutil.Process]]) -> Break:
     @contextmanager
     def breaks(bench: Bench, drawn: Drawn) -> Iterator[None]:
@@ -384,6 +403,8 @@ KINDS: dict[str, tuple[int, Break]] = {
     "supervisor killed": (12, kill(supervisors)),
     "machine off": (12, power_off),
     "supervisor's machine off": (8, power_off_supervisor),
+    "two machines off": (4, two_off),
+    "worker killed twice": (6, kill_again),
     "worker stopped": (5, stopped(workers)),
     "machine stopped": (5, stopped(all_of)),
     "cable pulled": (6, cable),
@@ -391,8 +412,8 @@ KINDS: dict[str, tuple[int, Break]] = {
     "disk slow": (3, slow_disk),
     "disk full": (3, full_disk),
 }
-OF_HEAD = ("supervisor killed", "supervisor's machine off")
-ANYWHERE = ("worker killed", "torchrun killed", "worker stopped", "disk slow", "disk full")
+OF_HEAD = ("supervisor killed", "supervisor's machine off", "two machines off")
+ANYWHERE = ("worker killed", "torchrun killed", "worker killed twice", "worker stopped", "disk slow", "disk full")
 """Faults of processes that even a run that needs its first machine survives there."""
 
 
@@ -407,7 +428,7 @@ def break_and_wait(bench: Bench, number: int, drawn: Drawn) -> Outcome:
     _, breaks = KINDS[drawn.kind]
     bench.victim = ""
     with breaks(bench, drawn):
-        end = time.time() + (drawn.back_s if drawn.kind in ("machine off", *OF_HEAD) else drawn.seconds)
+        end = time.time() + (drawn.back_s if drawn.kind.endswith("off") else drawn.seconds)
         while time.time() < end and "killed" not in drawn.kind:
             bench.ended()
             time.sleep(POLL_S)
@@ -443,7 +464,9 @@ def break_and_wait(bench: Bench, number: int, drawn: Drawn) -> Outcome:
 def _measure(bench: Bench, outcome: Outcome, began: int, began_starts: int) -> None:
     steps = bench.steps[began:]
     times = [outcome.at, *(at for at, _, _ in steps)]
-    outcome.longest_gap_s = max((later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0.0)
+    outcome.longest_gap_s = max(
+        (later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0.0
+    )
     made = outcome.step
     starts = bench.starts[began_starts:]
     for place, start in enumerate(starts):
