@@ -2,9 +2,9 @@
 `python -m tests.bench.kills --kills 100 --seed 1 --mode restart|spare|elastic --out DIR [--minutes M]`.
 
 The faults are kills of workers, torchruns, agents, supervisors and whole machines, stopped workers and machines, pulled
-cables, pairs of machines that cannot reach each other, a slow and a full disk. Whoever was killed is started again after
-a random time, as a user would. The next fault comes some steps after all machines train again. The faults depend only on
---seed; call the command again with the same --out to continue after --minutes.
+cables, pairs of machines that cannot reach each other, a slow and a full disk. Whoever was killed is started again
+after a random time, as a user would. The next fault comes some steps after all machines train again. The faults depend
+only on --seed; call the command again with the same --out to continue after --minutes.
 
 At the end, the run is stopped and checked: its losses are those of a run on one machine that nobody disturbed, so no
 sample was lost or taken twice; nothing is left running; `report` and `diagnose` read the run. Writes DIR/kills.jsonl (a
@@ -27,6 +27,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,8 +41,8 @@ from lab.machines import Machine, Machines, Started, lacking
 
 from trainspec_cli.core.reading.files import read_object
 from trainspec_cli.run.backend.processes import workers_among
-from trainspec_cli.run.folder.events import EventTail, read_events
 from trainspec_cli.run.folder.event_types.events import StartEvent, StepEvent
+from trainspec_cli.run.folder.events import EventTail, read_events
 from trainspec_cli.run.folder.paths import RunDir
 
 HOME = Path(__file__).parents[2]
@@ -74,8 +75,6 @@ class Mode:
     recipe: tuple[str, ...]
     nnodes: int
     """The run's own nodes; the other machines are spares."""
-    lost_head_ends: bool = False
-    """True if the run does not survive the loss of machine 1, which is then only hit where it survives."""
 
 
 MODES = {
@@ -88,7 +87,6 @@ MODES = {
             *("resilience.heartbeat_timeout_s=5", "checkpoint.interval_steps=20"),
         ),
         MACHINES,
-        lost_head_ends=True,
     ),
 }
 
@@ -137,12 +135,11 @@ class Outcome:
     said: list[str] = field(default_factory=list)
 
 
-def draw(seed: int, number: int, mode: Mode) -> Drawn:
+def draw(seed: int, number: int) -> Drawn:
     chance = random.Random(f"{seed}:{number}")
-    kinds = {kind: weight for kind, (weight, _) in KINDS.items() if not (mode.lost_head_ends and kind in OF_HEAD)}
+    kinds = {kind: weight for kind, (weight, _) in KINDS.items()}
     (kind,) = chance.choices(list(kinds), list(kinds.values()))
-    first = 2 if mode.lost_head_ends and kind not in ANYWHERE else 1
-    machine = chance.randint(first, MACHINES)
+    machine = chance.randint(1, MACHINES)
     other = chance.choice([one for one in range(1, MACHINES + 1) if one != machine])
     return Drawn(kind, machine, other, chance.uniform(1, 14), chance.randint(6, 25), chance.choice(BACK_S))
 
@@ -412,9 +409,7 @@ KINDS: dict[str, tuple[int, Break]] = {
     "disk slow": (3, slow_disk),
     "disk full": (3, full_disk),
 }
-OF_HEAD = ("supervisor killed", "supervisor's machine off", "two machines off")
-ANYWHERE = ("worker killed", "torchrun killed", "worker killed twice", "worker stopped", "disk slow", "disk full")
-"""Faults of processes that even a run that needs its first machine survives there."""
+OF_SUPERVISOR = ("supervisor killed", "supervisor's machine off")
 
 
 def break_and_wait(bench: Bench, number: int, drawn: Drawn) -> Outcome:
@@ -422,7 +417,7 @@ def break_and_wait(bench: Bench, number: int, drawn: Drawn) -> Outcome:
     bench.read()
     bench.said()
     outcome = Outcome(number, drawn.kind, drawn.machine, time.time(), bench.steps[-1][1], drawn.seconds)
-    if drawn.kind in OF_HEAD:
+    if drawn.kind in OF_SUPERVISOR:
         outcome.machine = bench.supervisor()
     began, began_starts = len(bench.steps), len(bench.starts)
     _, breaks = KINDS[drawn.kind]
@@ -464,9 +459,7 @@ def break_and_wait(bench: Bench, number: int, drawn: Drawn) -> Outcome:
 def _measure(bench: Bench, outcome: Outcome, began: int, began_starts: int) -> None:
     steps = bench.steps[began:]
     times = [outcome.at, *(at for at, _, _ in steps)]
-    outcome.longest_gap_s = max(
-        (later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0.0
-    )
+    outcome.longest_gap_s = max((later - earlier for earlier, later in pairwise(times)), default=0.0)
     made = outcome.step
     starts = bench.starts[began_starts:]
     for place, start in enumerate(starts):
@@ -632,7 +625,7 @@ def run(out: Path, mode: str, kills: int, seed: int, minutes: float = float("inf
         for number in range(len(outcomes), kills):
             if time.monotonic() - began > 60 * minutes:
                 break
-            outcome = break_and_wait(bench, number, draw(seed, number, MODES[mode]))
+            outcome = break_and_wait(bench, number, draw(seed, number))
             outcomes.append(outcome)
             with record.open("a") as file:
                 file.write(json.dumps(asdict(outcome)) + "\n")

@@ -106,7 +106,7 @@ class Machine:
         self._outside = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=-3, text=True)
         assert self._outside.stdout is not None and self._outside.stdout.readline() == "ready\n", "it did not start"
         (self._init,) = psutil.Process(self._outside.pid).children()
-        self._namespace = os.readlink(f"/proc/{self._init.pid}/ns/pid")
+        self._namespace = str(Path(f"/proc/{self._init.pid}/ns/pid").readlink())
 
     def switch_off(self) -> None:
         """Kill all processes at once; what was in memory is lost."""
@@ -135,7 +135,7 @@ class Machine:
         found = []
         for pid in psutil.pids():  # process_iter would return objects that remember a name from before it changed
             with contextlib.suppress(OSError, psutil.Error):
-                if os.readlink(f"/proc/{pid}/ns/pid") == self._namespace:
+                if str(Path(f"/proc/{pid}/ns/pid").readlink()) == self._namespace:
                     process = psutil.Process(pid)
                     if process != self._init and process.name() != "sleep":
                         found.append(process)
