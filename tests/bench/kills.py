@@ -276,6 +276,8 @@ def kill(find: Callable[[Bench, int], list[psutil.Process]]) -> Break:
                     bench.victim = f"{machine}: {process.pid} {process.status()} {' '.join(_words(process))}"
                     process.kill()
                 break
+        else:
+            raise AssertionError(f"nothing to kill: {drawn}")
         yield
 
     return breaks
@@ -286,12 +288,8 @@ def workers(bench: Bench, number: int) -> list[psutil.Process]:
 
 
 def torchruns(bench: Bench, number: int) -> list[psutil.Process]:
-    found = []
-    for worker in workers(bench, number):
-        with contextlib.suppress(psutil.Error):
-            if (parent := worker.parent()) and "torch.distributed.run" in " ".join(parent.cmdline()):
-                found.append(parent)
-    return found
+    found = [worker.parent() for worker in workers(bench, number)]
+    return [one for one in found if one is not None]
 
 
 def agents(bench: Bench, number: int) -> list[psutil.Process]:
