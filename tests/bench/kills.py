@@ -1,5 +1,6 @@
 """Random faults on four emulated machines that train one long run together:
-`python -m tests.bench.kills --kills 100 --seed 1 --mode restart|spare|elastic --out DIR [--minutes M]`.
+`python -m tests.bench.kills --kills 100 --seed 1 --mode restart|disk|spare|elastic --manager none|ray --out DIR
+[--minutes M]`.
 
 The faults are kills of workers, torchruns, agents, supervisors and whole machines, stopped workers and machines, pulled
 cables, pairs of machines that cannot reach each other, a slow and a full disk. Whoever was killed is started again
@@ -54,6 +55,7 @@ END_S = 120.0
 POLL_S = 0.05
 STEP_S = 0.15
 """Steps are slowed to this time, so that few of them have to be made again without faults."""
+RAY_START_S = 20.0
 LOG_STEPS = 20
 BACK_S = (0.0, 1.0, 4.0, 12.0, 45.0)
 """Times until the user starts a command again. Within the shortest ones, no other machine takes over."""
@@ -135,22 +137,26 @@ class Outcome:
     said: list[str] = field(default_factory=list)
 
 
-def draw(seed: int, number: int) -> Drawn:
+def draw(seed: int, number: int, manager: str = "none") -> Drawn:
     chance = random.Random(f"{seed}:{number}")
-    kinds = {kind: weight for kind, (weight, _) in KINDS.items()}
-    (kind,) = chance.choices(list(kinds), list(kinds.values()))
-    machine = chance.randint(1, MACHINES)
-    other = chance.choice([one for one in range(1, MACHINES + 1) if one != machine])
+    opens, kinds = MANAGERS[manager]
+    (kind,) = chance.choices(list(kinds), [weight for weight, _ in kinds.values()])
+    machines = range(opens.first, opens.first + MACHINES)
+    machine = chance.choice(machines)
+    other = chance.choice([one for one in machines if one != machine])
     return Drawn(kind, machine, other, chance.uniform(1, 14), chance.randint(6, 25), chance.choice(BACK_S))
 
 
 class Bench:
     """The machines, the commands on them, and the run."""
 
+    first = 1
+    """The first machine that trains."""
+
     def __init__(self, out: Path, mode: Mode):
         self.out = out
         self.mode = mode
-        self.machines = Machines(MACHINES, out)
+        self.machines = Machines(self.first - 1 + MACHINES, out)
         self.run = RunDir(self.machines.disk.folder / "run")
         self.commands: dict[int, Started] = {}
         self.ended_at: dict[int, float] = {}
@@ -180,6 +186,11 @@ class Bench:
         if self.run.run_json.exists():
             return [*program, "resume", str(self.run.root), *where]
         return [*program, "launch", *RECIPE, *LONG, *self.mode.recipe, f"run.dir={self.run.root}", *where]
+
+    def start(self) -> None:
+        """Start or resume the run on all machines."""
+        for number in self.machines.machines:
+            self.type(number)
 
     def type(self, number: int) -> None:
         self.ended_at.pop(number, None)
@@ -245,14 +256,67 @@ class Bench:
             time.sleep(POLL_S)
         return {number: one.exit_code for number, one in self.commands.items()}
 
+    def left(self) -> list[str]:
+        """Return what still runs."""
+        found = {number: machine.processes() for number, machine in self.machines.machines.items()}
+        return [f"{number}: {' '.join(_words(one))}" for number, here in found.items() for one in here]
+
     def start_over(self) -> None:
         """Switch all machines off and on, and resume the run on all of them."""
         for number, machine in self.machines.machines.items():
             machine.switch_off()
             self.machines.hosts.make_good(number)
             machine.switch_on()
-        for number in self.machines.machines:
-            self.type(number)
+        self.start()
+
+
+class RayBench(Bench):
+    """A Ray cluster: machine 1 is its head and has the launch command, the others train."""
+
+    first = 2
+
+    def __init__(self, out: Path, mode: Mode):
+        super().__init__(out, mode)
+        self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a-token-of-the-lab-0123456789abcdef"}
+        for name, value in {"period_ms": 500, "timeout_ms": 2000, "failure_threshold": 3}.items():
+            self.environment[f"RAY_health_check_{name}"] = str(value)
+        self._launched: Started | None = None
+
+    def start(self) -> None:
+        super().start()
+        time.sleep(RAY_START_S)
+        program = [sys.executable, "-m", "trainspec_cli"]
+        command = [*program, "resume", str(self.run.root)]
+        if not self.run.run_json.exists():
+            nodes = ("cluster.manager=ray", f"cluster.num_nodes={self.mode.nnodes}")
+            command = [*program, "launch", *RECIPE, *LONG, *self.mode.recipe, *nodes, f"run.dir={self.run.root}"]
+        address = {"RAY_ADDRESS": f"{self.machines.hosts.address(1)}:{PORT}"}
+        self._launched = self[1].start(command, self.out, self.environment | address, self.out / "launch.log")
+
+    def command(self, number: int) -> list[str]:
+        of_head = ["--head", f"--port={PORT}", "--include-dashboard=false", "--num-cpus=0"]
+        joins = [f"--address={self.machines.hosts.address(1)}:{PORT}", "--num-cpus=1"]
+        return [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", *(of_head if number == 1 else joins)),
+            *("--object-store-memory=80000000", f"--node-ip-address={self.machines.hosts.address(number)}"),
+            *(f"--temp-dir=/tmp/ray{os.getpid()}_{number}", "--runtime-env-agent-port=6400"),
+            *("--dashboard-agent-listen-port=6401", "--dashboard-agent-grpc-port=6402", "--metrics-export-port=6403"),
+            *("--disable-usage-stats", "--no-monitor", "--include-log-monitor=false", "--block"),
+        ]
+
+    def supervisor(self) -> int:
+        return next((number for number in self.machines.machines if actors("Supervisor")(self, number)), self.first)
+
+    def end(self) -> dict[int, int | None]:
+        assert self._launched is not None, "the run was started"
+        self._launched.interrupt()
+        deadline = time.monotonic() + END_S
+        while self._launched.exit_code is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return {1: self._launched.exit_code}
+
+    def left(self) -> list[str]:
+        return [one for one in super().left() if "trainspec_cli" in one or ("ray::" in one and "IDLE" not in one)]
 
 
 def _is_telling(line: str) -> bool:
@@ -270,7 +334,7 @@ def kill(find: Callable[[Bench, int], list[psutil.Process]]) -> Break:
     @contextmanager
     def breaks(bench: Bench, drawn: Drawn) -> Iterator[None]:
         for step in range(MACHINES):
-            machine = (drawn.machine - 1 + step) % MACHINES + 1
+            machine = (drawn.machine - bench.first + step) % MACHINES + bench.first
             if found := find(bench, machine):
                 for process in found:
                     bench.victim = f"{machine}: {process.pid} {process.status()} {' '.join(_words(process))}"
@@ -303,6 +367,14 @@ def agents(bench: Bench, number: int) -> list[psutil.Process]:
 def supervisors(bench: Bench, _: int) -> list[psutil.Process]:
     command = bench.commands[bench.supervisor()].process
     return [command] if command else []
+
+
+def actors(name: str) -> Callable[[Bench, int], list[psutil.Process]]:
+    return lambda bench, number: [one for one in bench[number].processes() if f"ray::{name}" in " ".join(_words(one))]
+
+
+def raylets(bench: Bench, number: int) -> list[psutil.Process]:
+    return [one for one in bench[number].processes() if _words(one)[:1] and _words(one)[0].endswith("/raylet")]
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -407,6 +479,15 @@ KINDS: dict[str, tuple[int, Break]] = {
     "disk slow": (3, slow_disk),
     "disk full": (3, full_disk),
 }
+RAY_KINDS = KINDS | {
+    "agent killed": (12, kill(actors("Node"))),
+    "supervisor killed": (12, kill(actors("Supervisor"))),
+    "raylet killed": (12, kill(raylets)),
+}
+MANAGERS: dict[str, tuple[type[Bench], dict[str, tuple[int, Break]]]] = {
+    "none": (Bench, KINDS),
+    "ray": (RayBench, RAY_KINDS),
+}
 OF_SUPERVISOR = ("supervisor killed", "supervisor's machine off")
 
 
@@ -418,7 +499,7 @@ def break_and_wait(bench: Bench, number: int, drawn: Drawn) -> Outcome:
     if drawn.kind in OF_SUPERVISOR:
         outcome.machine = bench.supervisor()
     began, began_starts = len(bench.steps), len(bench.starts)
-    _, breaks = KINDS[drawn.kind]
+    breaks = next(kinds[drawn.kind][1] for opens, kinds in MANAGERS.values() if opens is type(bench))
     bench.victim = ""
     with breaks(bench, drawn):
         end = time.time() + (drawn.back_s if drawn.kind.endswith("off") else drawn.seconds)
@@ -514,8 +595,7 @@ def wait_until_settled(bench: Bench, steps: int) -> None:
 def check(bench: Bench, codes: dict[int, int | None]) -> list[str]:
     """Stop the run, and return what is wrong with it."""
     wrong = [] if set(codes.values()) == {6} else [f"exit codes of the stopped run: {codes}"]
-    left = [f"{n}: {' '.join(_words(one))}" for n, m in bench.machines.machines.items() for one in m.processes()]
-    wrong += [f"still running: {one}" for one in left]
+    wrong += [f"still running: {one}" for one in bench.left()]
     events = list(read_events(bench.run.events(0)))
     losses: dict[int, float] = {}
     last = 0
@@ -606,7 +686,9 @@ def _spread(values: list[float]) -> str:
     return f"{median(ordered):.1f}/{high:.1f}/{ordered[-1]:.1f}"
 
 
-def run(out: Path, mode: str, kills: int, seed: int, minutes: float = float("inf")) -> tuple[list[Outcome], list[str]]:
+def run(
+    out: Path, mode: str, kills: int, seed: int, manager: str = "none", minutes: float = float("inf")
+) -> tuple[list[Outcome], list[str]]:
     """Make the faults that are not yet recorded in `out`. Return all outcomes, and what is wrong with the run."""
     out.mkdir(parents=True, exist_ok=True)
     record = out / "kills.jsonl"
@@ -615,15 +697,15 @@ def run(out: Path, mode: str, kills: int, seed: int, minutes: float = float("inf
     began = time.monotonic()
     done = 0
     with ExitStack() as stack:
-        bench = Bench(out, MODES[mode])
+        opens, _ = MANAGERS[manager]
+        bench = opens(out, MODES[mode])
         stack.callback(bench.machines.remove)
-        for number in bench.machines.machines:
-            bench.type(number)
+        bench.start()
         wait_until_settled(bench, 8)
         for number in range(len(outcomes), kills):
             if time.monotonic() - began > 60 * minutes:
                 break
-            outcome = break_and_wait(bench, number, draw(seed, number))
+            outcome = break_and_wait(bench, number, draw(seed, number, manager))
             outcomes.append(outcome)
             with record.open("a") as file:
                 file.write(json.dumps(asdict(outcome)) + "\n")
@@ -646,13 +728,16 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--mode", choices=MODES, default="restart")
+    parser.add_argument("--manager", choices=MANAGERS, default="none")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=float("inf"))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the machines are removed
     if why := lacking():
         sys.exit(why)
-    outcomes, wrong = run(options.out.absolute(), options.mode, options.kills, options.seed, options.minutes)
+    outcomes, wrong = run(
+        options.out.absolute(), options.mode, options.kills, options.seed, options.manager, options.minutes
+    )
     print(describe(outcomes))
     print(*wrong, sep="\n")
     sys.exit(1 if wrong or not all(outcome.recovered for outcome in outcomes) else 0)
