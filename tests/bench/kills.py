@@ -1,5 +1,5 @@
 """Random faults on four emulated machines that train one long run together:
-`python -m tests.bench.kills --kills 100 --seed 1 --mode restart|disk|spare|elastic --manager none|ray --out DIR
+`python -m tests.bench.kills --kills 100 --seed 1 --mode restart|three|disk|spare|elastic --manager none|slurm|ray --out DIR
 [--minutes M]`.
 
 The faults are kills of workers, torchruns, agents, supervisors and whole machines, stopped workers and machines, pulled
@@ -23,6 +23,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +38,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from lab.cluster import Cluster
 from lab.groups import check_nothing_was_lost
-from lab.machines import Machine, Machines, Started, lacking
+from lab.hosts import Hosts
+from lab.machines import Disk, Machine, Machines, Started, lacking
 
 from trainspec_cli.core.reading.files import read_object
 from trainspec_cli.run.backend.processes import workers_among
@@ -76,11 +79,12 @@ TOLERANCE, OTHER_SAMPLE = 1e-5, 1e-3
 class Mode:
     recipe: tuple[str, ...]
     nnodes: int
-    """The run's own nodes; the other machines are spares."""
+    """The run's own nodes. Another machine is a spare, or idle (mode three, for Slurm)."""
 
 
 MODES = {
     "restart": Mode(COPIES, MACHINES),
+    "three": Mode(COPIES, MACHINES - 1),
     "disk": Mode(("checkpoint.interval_steps=10",), MACHINES),
     "spare": Mode((*COPIES, "cluster.reliability.spare_nodes=1"), MACHINES - 1),
     "elastic": Mode(
@@ -150,13 +154,14 @@ def draw(seed: int, number: int, manager: str = "none") -> Drawn:
 class Bench:
     """The machines, the commands on them, and the run."""
 
+    opens_machines: Callable[[int, Path], Any] = Machines
     first = 1
     """The first machine that trains."""
 
     def __init__(self, out: Path, mode: Mode):
         self.out = out
         self.mode = mode
-        self.machines = Machines(self.first - 1 + MACHINES, out)
+        self.machines = self.opens_machines(self.first - 1 + MACHINES, out)
         self.run = RunDir(self.machines.disk.folder / "run")
         self.commands: dict[int, Started] = {}
         self.ended_at: dict[int, float] = {}
@@ -317,6 +322,77 @@ class RayBench(Bench):
 
     def left(self) -> list[str]:
         return [one for one in super().left() if "trainspec_cli" in one or ("ray::" in one and "IDLE" not in one)]
+
+
+class SlurmMachines:
+    """The nodes of a Slurm cluster with the interface of `Machines`."""
+
+    def __init__(self, count: int, folder: Path):
+        self.hosts = Hosts(count)
+        self.disk = Disk(folder / "disk.img", folder / "disk")
+        self.cluster = Cluster(Path(tempfile.mkdtemp(prefix="trainspec-slurm-")), count, self.hosts)
+        self.machines = {number: SlurmNode(self.cluster, number) for number in self.hosts.numbers}
+
+    def remove(self) -> None:
+        self.cluster.stop()
+        self.hosts.remove()
+        self.disk.remove()
+
+
+@dataclass(frozen=True)
+class SlurmNode:
+    cluster: Cluster
+    number: int
+
+    def processes(self) -> list[psutil.Process]:
+        return self.cluster.processes_of(self.number)
+
+    def switch_off(self) -> None:
+        self.cluster.power_off(self.number)
+
+    def switch_on(self) -> None:
+        self.cluster.power_on(self.number)
+
+
+class SlurmBench(Bench):
+    """A real Slurm of four nodes. Nobody starts anything again: Slurm requeues the job."""
+
+    opens_machines = SlurmMachines
+    machines: SlurmMachines
+    _job = ""
+
+    def start(self) -> None:
+        program = [*self.machines.hosts.beside_switch(), sys.executable, "-m", "trainspec_cli", "sbatch", "--submit"]
+        slurm = ("exclusive=false", "cpus_per_task=1", "mem=100M", "max_requeues=1000")
+        nodes = (f"cluster.num_nodes={self.mode.nnodes}", *(f"cluster.slurm.{setting}" for setting in slurm))
+        environment = self.environment | {"SLURM_CONF": self.machines.cluster.environment["SLURM_CONF"]}
+        if self.run.job_sbatch.exists():
+            command = [*self.machines.hosts.beside_switch(), "sbatch", "--parsable", str(self.run.job_sbatch)]
+        else:
+            command = [*program, "--json", *RECIPE, *LONG, *self.mode.recipe, *nodes, f"run.dir={self.run.root}"]
+        done = subprocess.run(command, cwd=self.out, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        self._job = done.stdout.strip() if done.stdout.strip().isdigit() else str(json.loads(done.stdout)["job_id"])
+
+    def said(self) -> list[str]:
+        return []
+
+    def end(self) -> dict[int, int | None]:
+        """Ask as `trainspec stop` does; a stopped run has exit code 6 also under Slurm."""
+        program = [*self.machines.hosts.beside_switch(), sys.executable, "-m", "trainspec_cli", "stop"]
+        environment = self.environment | {"SLURM_CONF": self.machines.cluster.environment["SLURM_CONF"]}
+        subprocess.run([*program, str(self.run.root)], cwd=self.out, env=environment, check=True)
+        ended = self.machines.cluster.wait(self._job)
+        return {1: 6 if read_object(self.run.result_json)["status"] == "stopped" else int(ended["ExitCode"][0])}
+
+
+def slurm_agents(bench: Bench, number: int) -> list[psutil.Process]:
+    return [one for one in bench[number].processes() if "trainspec_cli.run.backend.nodes.agent" in _words(one)]
+
+
+def slurm_supervisors(bench: Bench, _: int) -> list[psutil.Process]:
+    pid = int(read_object(bench.run.pid_json)["pid"])
+    return [psutil.Process(pid)]
 
 
 def _is_telling(line: str) -> bool:
@@ -484,9 +560,11 @@ RAY_KINDS = KINDS | {
     "supervisor killed": (12, kill(actors("Supervisor"))),
     "raylet killed": (12, kill(raylets)),
 }
+SLURM_KINDS = KINDS | {"agent killed": (12, kill(slurm_agents)), "supervisor killed": (12, kill(slurm_supervisors))}
 MANAGERS: dict[str, tuple[type[Bench], dict[str, tuple[int, Break]]]] = {
     "none": (Bench, KINDS),
     "ray": (RayBench, RAY_KINDS),
+    "slurm": (SlurmBench, SLURM_KINDS),
 }
 OF_SUPERVISOR = ("supervisor killed", "supervisor's machine off")
 
@@ -526,7 +604,7 @@ def break_and_wait(bench: Bench, number: int, drawn: Drawn) -> Outcome:
         time.sleep(POLL_S)
     _measure(bench, outcome, began, began_starts)
     outcome.said = bench.said()
-    if len(set(outcome.typed)) == len(bench.commands):
+    if bench.commands and len(set(outcome.typed)) == len(bench.commands):
         outcome.recovered, outcome.why = False, outcome.why or "the run ended on all machines"
     if outcome.why.startswith(("not", "commands")):
         _show_state(bench, outcome)
@@ -629,7 +707,7 @@ def check(bench: Bench, codes: dict[int, int | None]) -> list[str]:
         done = trainspec(bench, command, str(bench.run.root))
         if done.returncode not in (0, 1) or "Traceback" in done.stderr:
             wrong.append(f"{command} ends with {done.returncode}: {done.stdout[-400:]}{done.stderr[-800:]}")
-    for number in bench.machines.machines:
+    for number in bench.commands:
         if "Traceback" in (text := bench.said_file(number).read_text(errors="replace")):
             wrong.append(f"machine {number} printed a traceback: {text[text.index('Traceback') :][:800]}")
     return wrong
