@@ -1,6 +1,6 @@
 """Random faults on four emulated machines that train one long run together:
-`python -m tests.bench.kills --kills 100 --seed 1 --mode restart|three|disk|spare|elastic --manager none|slurm|ray --out DIR
-[--minutes M]`.
+`python -m tests.bench.kills --kills 100 --seed 1 --mode restart|three|disk|spare|elastic --manager none|slurm|ray
+--out DIR [--minutes M]`.
 
 The faults are kills of workers, torchruns, agents, supervisors and whole machines, stopped workers and machines, pulled
 cables, pairs of machines that cannot reach each other, a slow and a full disk. Whoever was killed is started again
@@ -811,6 +811,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the machines are removed
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
     if why := lacking():
         sys.exit(why)
     outcomes, wrong = run(
