@@ -131,13 +131,13 @@ class Machine:
         return Started(process)
 
     def processes(self) -> list[psutil.Process]:
-        """Return all but the first process."""
+        """Return all live processes but the first one."""
         found = []
         for pid in psutil.pids():  # process_iter would return objects that remember a name from before it changed
             with contextlib.suppress(OSError, psutil.Error):
                 if str(Path(f"/proc/{pid}/ns/pid").readlink()) == self._namespace:
                     process = psutil.Process(pid)
-                    if process != self._init and process.name() != "sleep":
+                    if process.status() != psutil.STATUS_ZOMBIE and process != self._init and process.name() != "sleep":
                         found.append(process)
         return found if self._init else []
 
