@@ -7,7 +7,7 @@ cables, pairs of machines that cannot reach each other, a slow and a full disk. 
 after a random time, as a user would. The next fault comes some steps after all machines train again. The faults depend
 only on --seed; call the command again with the same --out to continue after --minutes.
 
-At the end, the run is stopped and checked: its losses are those of a run on one machine that nobody disturbed, so no
+After the last fault, the run is stopped and checked: its losses are those of a run on one machine that nobody disturbed, so no
 sample was lost or taken twice; nothing is left running; `report` and `diagnose` read the run. Writes DIR/kills.jsonl (a
 line per fault) and prints a table. Ends with 1 if a check fails or a run had to be resumed by hand.
 """
@@ -798,7 +798,7 @@ def run(
                 flush=True,
             )
         codes = bench.end()
-        return outcomes, check(bench, codes)
+        return outcomes, check(bench, codes) if len(outcomes) >= kills else []
 
 
 def main() -> None:
