@@ -38,7 +38,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lab.cluster import Cluster
+from lab.cluster import ENDED, Cluster
 from lab.groups import check_nothing_was_lost
 from lab.hosts import Hosts
 from lab.machines import Disk, Machine, Machines, Started, lacking
@@ -59,6 +59,9 @@ POLL_S = 0.05
 STEP_S = 0.15
 """Steps are slowed to this time, so that few of them have to be made again without faults."""
 RAY_START_S = 20.0
+LOOK_S = 2.0
+"""Interval at which Slurm is asked for the job's state."""
+AGENT = "trainspec_cli.run.backend.nodes.agent"
 LOG_STEPS = 20
 BACK_S = (0.0, 1.0, 4.0, 12.0, 45.0)
 """Times until the user starts a command again. Within the shortest ones, no other machine takes over."""
@@ -355,11 +358,12 @@ class SlurmNode:
 
 
 class SlurmBench(Bench):
-    """A real Slurm of four nodes. Nobody starts anything again: Slurm requeues the job."""
+    """A real Slurm of four nodes, which requeues the job. If it does not, the user submits the script again."""
 
     opens_machines = SlurmMachines
     machines: SlurmMachines
     _job = ""
+    _looked_s = 0.0
 
     def start(self) -> None:
         program = [*self.machines.hosts.beside_switch(), sys.executable, "-m", "trainspec_cli", "sbatch", "--submit"]
@@ -374,6 +378,17 @@ class SlurmBench(Bench):
         assert done.returncode == 0, done.stdout + done.stderr
         self._job = done.stdout.strip() if done.stdout.strip().isdigit() else str(json.loads(done.stdout)["job_id"])
 
+    def type(self, number: int) -> None:
+        self.ended_at.clear()
+        self.start()
+
+    def ended(self) -> list[int]:
+        if time.monotonic() > self._looked_s + LOOK_S:
+            self._looked_s = time.monotonic()
+            if self.machines.cluster.state(self._job) in ENDED:
+                self.ended_at.setdefault(1, time.time())
+        return list(self.ended_at)
+
     def said(self) -> list[str]:
         return []
 
@@ -387,7 +402,7 @@ class SlurmBench(Bench):
 
 
 def slurm_agents(bench: Bench, number: int) -> list[psutil.Process]:
-    return [one for one in bench[number].processes() if "trainspec_cli.run.backend.nodes.agent" in _words(one)]
+    return [one for one in bench[number].processes() if _words(one)[1:3] == ["-m", AGENT]]
 
 
 def slurm_supervisors(bench: Bench, _: int) -> list[psutil.Process]:
@@ -437,7 +452,7 @@ def agents(bench: Bench, number: int) -> list[psutil.Process]:
     if number != bench.supervisor():
         command = bench.commands[number].process
         return [command] if command else []
-    return [one for one in bench[number].processes() if "trainspec_cli.run.backend.nodes.agent" in _words(one)]
+    return [one for one in bench[number].processes() if _words(one)[1:3] == ["-m", AGENT]]
 
 
 def supervisors(bench: Bench, _: int) -> list[psutil.Process]:
@@ -604,7 +619,7 @@ def break_and_wait(bench: Bench, number: int, drawn: Drawn) -> Outcome:
         time.sleep(POLL_S)
     _measure(bench, outcome, began, began_starts)
     outcome.said = bench.said()
-    if bench.commands and len(set(outcome.typed)) == len(bench.commands):
+    if len(set(outcome.typed)) >= max(1, len(bench.commands)):
         outcome.recovered, outcome.why = False, outcome.why or "the run ended on all machines"
     if outcome.why.startswith(("not", "commands")):
         _show_state(bench, outcome)
