@@ -42,30 +42,34 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 """Slurm sends some of these only to the batch script. The child may get them twice, which makes no difference."""
 
 
-def main() -> None:
+def run_in_child() -> None:
     run = RunDir(sys.argv[1 + (sys.argv[1] == FORCE)])
-    with printing_safely():
-        before = {number: signal.getsignal(number) for number in FORWARDED}
-        while True:
-            spoken = spoken_bytes(run)
-            child = os.fork()
-            if not child:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
-                _main()
-                return
-            for number in FORWARDED:
-                signal.signal(number, partial(_forward, child))
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            # Without an event from the workers, the next child would most likely be killed, too.
-            if code != -signal.SIGKILL or spoken_bytes(run) == spoken:
-                sys.exit(code if code >= 0 else 128 - code)
-            print("the supervisor was killed by SIGKILL; another one continues the run", file=sys.stderr, flush=True)
+    before = {number: signal.getsignal(number) for number in FORWARDED}
+    while True:
+        spoken = spoken_bytes(run)
+        child = os.fork()
+        if not child:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            main()
+            return
+        for number in FORWARDED:
+            signal.signal(number, partial(_forward, child))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        # Without an event from the workers, the next child would most likely be killed, too.
+        if code != -signal.SIGKILL or spoken_bytes(run) == spoken:
+            sys.exit(code if code >= 0 else 128 - code)
+        print("the supervisor was killed by SIGKILL; another one continues the run", file=sys.stderr, flush=True)
 
 
 def _forward(child: int, number: int, _: FrameType | None) -> None:
     with suppress(ProcessLookupError):
         os.kill(child, number)
+
+
+def main() -> None:
+    with printing_safely():
+        _main()
 
 
 def _main() -> None:
@@ -96,4 +100,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_in_child()
