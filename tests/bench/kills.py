@@ -45,7 +45,7 @@ from lab.machines import Disk, Machine, Machines, Started, lacking
 
 from trainspec_cli.core.reading.files import read_object
 from trainspec_cli.run.backend.processes import workers_among
-from trainspec_cli.run.folder.event_types.events import StartEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import RecoveryEvent, StartEvent, StepEvent
 from trainspec_cli.run.folder.events import EventTail, read_events
 from trainspec_cli.run.folder.paths import RunDir
 
@@ -131,7 +131,7 @@ class Outcome:
     all_back_s: float = 0.0
     """From the fault until the run trains on all machines again."""
     lost_steps: int = 0
-    """Steps that were made again, over all starts after the fault."""
+    """Steps that were made again."""
     starts: list[list[Any]] = field(default_factory=list)
     """[step, world size, "memory" or "disk" or "none" or "peer"] of each start."""
     victim: str = ""
@@ -180,6 +180,8 @@ class Bench:
         self.starts: list[StartEvent] = []
         self.steps: list[tuple[float, int, int]] = []
         """(time, step, number of machines that took part) of each step."""
+        self.lost_steps = 0
+        """Steps that replica groups made again without one that had left."""
         self.victim = ""
         self.said_bytes = dict.fromkeys(self.machines.machines, 0)
 
@@ -230,6 +232,8 @@ class Bench:
             elif isinstance(event, StepEvent):
                 took_part = len(event.groups) if isinstance(event.groups, tuple) else self.starts[-1].world_size
                 self.steps.append((event.time, event.step, took_part))
+            elif isinstance(event, RecoveryEvent) and event.change == "left":
+                self.lost_steps += event.lost_steps or 0
 
     def ended(self) -> list[int]:
         """Return the machines whose command has ended, and note when it did."""
@@ -592,6 +596,7 @@ def break_and_wait(bench: Bench, number: int, drawn: Drawn) -> Outcome:
     began, began_starts = len(bench.steps), len(bench.starts)
     breaks = next(kinds[drawn.kind][1] for opens, kinds in MANAGERS.values() if opens is type(bench))
     bench.victim = ""
+    bench.lost_steps = 0
     with breaks(bench, drawn):
         end = time.time() + (drawn.back_s if drawn.kind.endswith("off") else drawn.seconds)
         while time.time() < end and "killed" not in drawn.kind:
@@ -630,6 +635,7 @@ def _measure(bench: Bench, outcome: Outcome, began: int, began_starts: int) -> N
     steps = bench.steps[began:]
     times = [outcome.at, *(at for at, _, _ in steps)]
     outcome.longest_gap_s = max((later - earlier for earlier, later in pairwise(times)), default=0.0)
+    outcome.lost_steps = bench.lost_steps
     made = outcome.step
     starts = bench.starts[began_starts:]
     for place, start in enumerate(starts):
