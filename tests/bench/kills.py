@@ -422,19 +422,20 @@ Break = Callable[[Bench, Drawn], AbstractContextManager[object]]
 
 
 def kill(find: Callable[[Bench, int], list[psutil.Process]]) -> Break:
-    """Kill one process on the machine or, if it has none, on the next one that has."""
+    """Kill one process on the machine or, if it has none, on the next one that has. A run that is just recovering may
+    have none at first."""
 
     @contextmanager
     def breaks(bench: Bench, drawn: Drawn) -> Iterator[None]:
-        for step in range(MACHINES):
-            machine = (drawn.machine - bench.first + step) % MACHINES + bench.first
-            if found := find(bench, machine):
-                for process in found:
-                    bench.victim = f"{machine}: {process.pid} {process.status()} {' '.join(_words(process))}"
-                    process.kill()
-                break
-        else:
-            raise AssertionError(f"nothing to kill: {drawn}")
+        deadline = time.monotonic() + PATIENCE_S
+        machines = [(drawn.machine - bench.first + step) % MACHINES + bench.first for step in range(MACHINES)]
+        while not (found := next(filter(None, (find(bench, machine) for machine in machines)), [])):
+            assert time.monotonic() < deadline, f"nothing to kill: {drawn}"
+            time.sleep(POLL_S)
+        for process in found:
+            bench.victim = f"{process.pid} {' '.join(_words(process))}"
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         yield
 
     return breaks
