@@ -103,6 +103,13 @@ class Hosts:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, sent)
 
+    def block(self, number: int, other: int) -> None:
+        """Drop what one host gets from another, until `make_good`."""
+        table = "table inet trainspec { chain in { type filter hook input priority 0; policy accept; }; }"
+        inside = ("ip", "netns", "exec", _name(number), "nft")
+        subprocess.run([*inside, "-f", "-"], input=table, text=True, check=True)
+        run(*inside, "add", "rule", "inet", "trainspec", "in", "ip", "saddr", self.address(other), "drop")
+
     def make_good(self, number: int) -> None:
         """A cable that is whole, loses nothing and has no limit, whatever was done to it."""
         self.heal(number)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,3 +253,36 @@ def test_nodes_of_a_flat_network_are_left_alone(
     run = make_run("cluster.num_nodes=2")
     resume.place_nodes(run, read_plan(run), PrintableConsole())
     assert HOSTFILE not in os.environ and not run.hosts_txt.exists()
+
+
+CHILD = """
+import os, signal, sys, time
+from pathlib import Path
+from trainspec_cli.session import slurm_job
+run, does = Path(sys.argv[1]), sys.argv[2]
+def main():
+    (run / "children").open("a").write("x")
+    if does == "works":
+        (run / "events").mkdir(exist_ok=True)
+        (run / "events/rank00000.jsonl").open("a").write("{}")
+    if does == "waits":
+        signal.signal(signal.SIGUSR2, lambda *_: sys.exit(6))
+        os.kill(os.getppid(), signal.SIGUSR2)
+        time.sleep(60)
+    if len((run / "children").read_text()) < 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(5)
+slurm_job.main = main
+slurm_job.run_in_child()
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "children"),
+    [("works", 5, 3), ("fails", 128 + signal.SIGKILL, 1), ("waits", 6, 1)],
+    ids=["another one continues a run that has worked", "not one that has not", "signals are forwarded"],
+)
+def test_a_killed_supervisor_is_replaced(tmp_path: Path, does: str, code: int, children: int) -> None:
+    ended = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path), does], capture_output=True, text=True)
+    assert ended.returncode == code, ended.stderr
+    assert len((tmp_path / "children").read_text()) == children

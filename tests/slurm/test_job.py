@@ -6,10 +6,12 @@ import json
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from lab.cluster import Cluster
 
 from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.files import read_json
 from trainspec_cli.run.folder.paths import RunDir
 
 LONG = ("train.max_steps=120", "checkpoint.interval_steps=10", "fault=slow(step=15,seconds=0.3,steps=20)")
@@ -105,6 +107,20 @@ def test_kill_9_of_torchrun_on_a_node_starts_the_run_again_in_its_job(
     job = sbatch("run.dir=runs/torchrun", *LONG)
     watch.wait_for_step(run, 15)
     slurm.worker_on(2).parent().kill()
+    ended = slurm.wait(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), watch.log(run)
+    assert len(list(RunDir(run).generations.iterdir())) == 2, "on the same hosts, under a new start"
+    assert sorted(set(watch.steps(run))) == list(range(1, 121))
+
+
+@pytest.mark.slow
+def test_kill_9_of_the_supervisor_starts_the_run_again_in_its_job(
+    slurm: Cluster, sbatch, watch, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs/supervisor"
+    job = sbatch("run.dir=runs/supervisor", *LONG)
+    watch.wait_for_step(run, 15)
+    psutil.Process(read_json(RunDir(run).pid_json)["pid"]).kill()
     ended = slurm.wait(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), watch.log(run)
     assert len(list(RunDir(run).generations.iterdir())) == 2, "on the same hosts, under a new start"

@@ -4,12 +4,19 @@ by its batch script.
 Starts or resumes the run in RUN on the job's nodes (COMMAND is an srun with one agent per node), and decides at the end
 whether to requeue the job. Its exit code is the run's, and therefore the job's. In a job that replaces a lost node, it
 only starts the node's agent (`run/slurm/replacement.py`).
+
+A child process does this. If the child is killed (`kill -9`, out of memory), another one continues the run on the same
+nodes: Slurm does not requeue a job whose batch script was killed.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from contextlib import suppress
+from functools import partial
+from types import FrameType
 
 from trainspec_cli.core.environment_names import JOINS
 from trainspec_cli.core.errors import EXIT_DONE, Interrupted, TrainspecError
@@ -19,6 +26,7 @@ from trainspec_cli.core.wings import MISSING_WING
 from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.reporter.problems import render_problems
 from trainspec_cli.run.backend.nodes.backend import Reach
+from trainspec_cli.run.folder.events import spoken_bytes
 from trainspec_cli.run.folder.generations import FENCED
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.folder import storage
@@ -31,6 +39,35 @@ from trainspec_cli.session.launching.kinds import kind_of
 
 FORCE = "--force"
 """Option to train even if the plan is predicted not to fit on the nodes."""
+
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+"""Slurm sends some of these only to the batch script. The child may get them twice, which makes no difference."""
+
+
+def run_in_child() -> None:
+    run = RunDir(sys.argv[1 + (sys.argv[1] == FORCE)])
+    before = {number: signal.getsignal(number) for number in FORWARDED}
+    while True:
+        spoken = spoken_bytes(run)
+        child = os.fork()
+        if not child:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            main()
+            return
+        for number in FORWARDED:
+            signal.signal(number, partial(_forward, child))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        # Without an event from the workers, the next child would most likely be killed, too.
+        if code != -signal.SIGKILL or spoken_bytes(run) == spoken:
+            sys.exit(code if code >= 0 else 128 - code)
+        print("the supervisor was killed by SIGKILL; another one continues the run", file=sys.stderr, flush=True)
+
+
+def _forward(child: int, number: int, _: FrameType | None) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(child, number)
 
 
 def main() -> None:
@@ -70,4 +107,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_in_child()

@@ -190,6 +190,23 @@ def test_a_run_without_a_checkpoint_starts_again(
     assert read_json(run.run_json)["resumes"][0]["from_step"] == 0
 
 
+@pytest.mark.parametrize(("reach", "says_none"), [(None, True), (REACH, False)])
+def test_a_node_without_copies_of_its_own_does_not_rule_them_out(
+    make_run: MakeRun,
+    here: Machine,
+    console: RunConsole,
+    shown: StringIO,
+    steps: Steps,
+    reach: Reach | None,
+    says_none: bool,
+) -> None:
+    """A node that was switched off has lost its copies in memory; another node of the run may have some."""
+    run = make_run("cluster.num_nodes=2", "checkpoint.memory_interval_steps=2")
+    run.checkpoint(10).rmdir()
+    start(own(run, here, console, reach))
+    assert shown.getvalue().startswith("no checkpoint: ") is says_none
+
+
 @pytest.mark.parametrize("begins", [False, True], ids=["refused by the workers", "failed later"])
 def test_a_resume_that_fails_before_its_workers_begin_leaves_the_run_as_it_was(
     make_run: MakeRun, here: Machine, console: RunConsole, steps: Steps, monkeypatch: pytest.MonkeyPatch, begins: bool

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
-from reporter.diagnosis.conftest import Folder
+from lab.waiting import wait_for
+from reporter.diagnosis.conftest import Folder, connection
 
 from trainspec_cli.recipe.results.verdict import RunVerdict
 from trainspec_cli.reporter.diagnosis import gather
+from trainspec_cli.reporter.diagnosis.watch import LONGEST_S, DiagnosisWatch
 from trainspec_cli.run.folder.event_types.events import EvalEvent, VerdictEvent
 from trainspec_cli.session.runs.diagnose import VerdictLines, verdicts_of
 
@@ -56,3 +59,33 @@ def test_noise_is_not_said_while_a_run_goes_on(tmp_path: Path) -> None:
     for event in found:
         lines._say(event, said.append)
     assert len(said) == 1 and "slow loader" in said[0]
+
+
+def test_a_long_diagnosis_does_not_hold_up_the_supervisor(tmp_path: Path) -> None:
+    """While a supervisor is busy, its nodes hear nothing from it."""
+    folder = Folder(tmp_path / "run")
+    folder.start()
+    folder.steps(1, 300, slow=1)
+    connections = tuple(connection(f"10.0.0.1:{port}", "10.0.0.2:9") for port in range(8))
+    for step in range(1, 301, 3):
+        for rank in range(folder.ranks):
+            folder.counters(rank, step, connections=connections)
+    now_s = 0.0
+    direct = DiagnosisWatch(folder.run, clock=lambda: now_s)
+    now_s = LONGEST_S
+    began_s = time.monotonic()
+    direct.update(lambda event: None)
+    takes_s = time.monotonic() - began_s
+    lines = VerdictLines(folder.run, ask=None)
+    said: list[str] = []
+    looks_s = []
+
+    def look() -> bool:
+        began_s = time.monotonic()
+        lines.look(said.append)
+        looks_s.append(time.monotonic() - began_s)
+        return bool(said)
+
+    wait_for(look)
+    assert "slow device" in said[0]
+    assert max(looks_s) < takes_s / 4

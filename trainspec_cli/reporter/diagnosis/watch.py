@@ -46,10 +46,14 @@ class DiagnosisWatch:
         self._seen: dict[tuple[object, ...], int] = {}
         self._reported: dict[tuple[object, ...], RunVerdict] = {}
 
+    @property
+    def is_due(self) -> bool:
+        return not self._is_over and self._clock() >= self._due_s
+
     def update(self, report: Callable[[VerdictEvent], None]) -> None:
         """Read new events, and call `report` for each verdict that is new or no longer holds. After a failure, such as
         a damaged file, the diagnosis stops."""
-        if self._is_over or self._clock() < self._due_s:
+        if not self.is_due:
             return
         began_s = time.thread_time()
         try:

@@ -313,7 +313,9 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
                 if goes_on:
                     starts = []
                     step = job.run.newest_step
-                    if plan.spec.checkpoint.memory_interval_steps and newest_copy(job.run):
+                    # Another node may have a copy that this one, which has lost its memory, continues from.
+                    may_have_copy = session.reach is not None or newest_copy(job.run)
+                    if plan.spec.checkpoint.memory_interval_steps and may_have_copy:
                         starts.append(f"continues from the newest complete copy in memory, otherwise from step {step}")
                     else:
                         starts.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -99,26 +100,48 @@ def trace_to(name: str, file: Path) -> None:
 
 
 class VerdictLines:
-    """Reports verdicts in the live view, each on one line."""
+    """Reports verdicts in the live view, each on one line. A thread diagnoses the run: a diagnosis takes seconds on a
+    busy node, and a supervisor that is silent for that long loses its nodes."""
 
     def __init__(self, run: RunDir, ask: Callable[[LookOrder], None] | None):
         """`ask`: see DiagnosisWatch."""
         self._run = run
         self._ask = ask
+        self._orders: list[LookOrder] = []
+        """What the thread would ask for."""
         self._watch: DiagnosisWatch | None = None
+        self._executor = ThreadPoolExecutor(1, "diagnosis")
+        self._diagnosing: Future[list[VerdictEvent]] | None = None
 
     def look(self, say: Callable[[str], None]) -> None:
+        """Report what the last diagnosis has found, and start the next one if it is due. This does not block."""
         if self._watch is None:
             if not self._run.events(0).is_file():  # the workers have not started
                 return
             from trainspec_cli.reporter.diagnosis.watch import DiagnosisWatch
 
-            self._watch = DiagnosisWatch(self._run, self._ask)
-
-        self._watch.update(lambda event: self._say(event, say))
+            self._watch = DiagnosisWatch(self._run, self._orders.append if self._ask else None)
+        if self._diagnosing is not None:
+            if not self._diagnosing.done():
+                return
+            for event in self._diagnosing.result():
+                self._say(event, say)
+            if self._ask:
+                for order in self._orders:
+                    self._ask(order)
+            self._orders.clear()
+            self._diagnosing = None
+        if self._watch.is_due:
+            self._diagnosing = self._executor.submit(_diagnose, self._watch)
 
     @staticmethod
     def _say(event: VerdictEvent, say: Callable[[str], None]) -> None:
         """Report a verdict. `noise` verdicts need no action, and are left to `diagnose` and `report`."""
         if event.verdict.cause != "noise":
             say(f"diagnosis: {describe_event(event)}")
+
+
+def _diagnose(watch: DiagnosisWatch) -> list[VerdictEvent]:
+    events: list[VerdictEvent] = []
+    watch.update(events.append)
+    return events
