@@ -56,6 +56,8 @@ class NodeOptions:
         """Return how the nodes of a run in `run_dir` reach one another; None for a single node. Raises RecipeError if
         the command line does not specify it."""
         nodes = spec.cluster.num_nodes
+        if spec.cluster.manager != "none":
+            return Reach("", ("trainspec", "resume"))
         if nodes == 1:
             return None
         example = f"--nnodes {nodes} --node-rank I --rdzv-endpoint HOST:PORT run.dir=<a shared folder>"

@@ -52,6 +52,7 @@ from trainspec_cli.session.launching.session import (
     resume_detached,
     start,
 )
+from trainspec_cli.session.manager import manager_of
 from trainspec_cli.session.recipe.data import check_data_of
 from trainspec_cli.session.recipe.load import (
     Loaded,
@@ -95,6 +96,8 @@ def resume_recipe(
     detach: bool,
 ) -> int:
     console = make_console(as_json=as_json)
+    if manager := manager_of(read_plan_of_all_nodes(run).spec):
+        return manager.resume(run, changes, notify, force=force, as_json=as_json, detach=detach)
     if changes and _is_of_slurm_alone(run, nodes) and not detach and notify == NOBODY:
         change_submitted(run, changes, console)
         return EXIT_DONE

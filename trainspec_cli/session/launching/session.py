@@ -74,6 +74,7 @@ from trainspec_cli.run.tools import known_probe, measure_kernels, read_table, ta
 from trainspec_cli.session.launching.changes import describe_changes, plan_on_fewer, trained_samples
 from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join
 from trainspec_cli.session.launching.run import describe_tracking, run
+from trainspec_cli.session.manager import manager_of
 from trainspec_cli.session.planning.predict import describe_load, predict, probe_after_run, with_known_limits
 from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded, check_start, load, plan_on, this_machine, with_profile
@@ -132,6 +133,8 @@ def launch(
     return 0 as soon as a separate process has started the run."""
     loaded = load([*arguments, *nodes.as_arguments])
     wanted = loaded.spec.run.dir
+    if manager := manager_of(loaded.spec):
+        return manager.launch(loaded, notify, force=force, as_json=as_json, detach=detach)
     if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
         wait_s = loaded.spec.run.join_timeout_s
         return join(wanted, nodes.node_rank, make_console(as_json=False), wait_s=wait_s, joined=JOINED)
