@@ -33,6 +33,10 @@ RESULT_TIMEOUT_S = 30.0
 """Maximum time that a joined node waits for the first node to write the result or restart the run, in seconds."""
 
 
+MANAGED = Reach("", ("trainspec", "resume"))
+"""How the nodes of a run are reached whose manager finds them when its supervisor starts (`cluster.manager`)."""
+
+
 @dataclass(frozen=True)
 class NodeOptions:
     """The command-line options for nodes."""
@@ -57,7 +61,7 @@ class NodeOptions:
         the command line does not specify it."""
         nodes = spec.cluster.num_nodes
         if spec.cluster.manager != "none":
-            return Reach("", ("trainspec", "resume"))
+            return MANAGED
         if nodes == 1:
             return None
         example = f"--nnodes {nodes} --node-rank I --rdzv-endpoint HOST:PORT run.dir=<a shared folder>"
@@ -72,6 +76,12 @@ class NodeOptions:
             hint = "set run.dir=<a folder that all nodes share>"
             raise RecipeError(Problem("missing_value", message, "run.dir", hint))
         return reach
+
+    def check_managed(self, spec: RunSpec) -> None:
+        """Raise RecipeError for options of a node whose manager finds the nodes."""
+        if self.node_rank or self.endpoint:
+            message = f"`cluster.manager` is {spec.cluster.manager}, which finds the nodes: type the command once"
+            raise RecipeError(Problem("usage", message, "--node-rank", "leave out --node-rank and --rdzv-endpoint"))
 
     def reach_at(self, endpoint: str, nodes: int, spares: int, hint: str, join_timeout_s: float) -> Reach:
         host, _, port = endpoint.rpartition(":")

@@ -134,6 +134,7 @@ def launch(
     loaded = load([*arguments, *nodes.as_arguments])
     wanted = loaded.spec.run.dir
     if manager := manager_of(loaded.spec):
+        nodes.check_managed(loaded.spec)
         return manager.launch(loaded, notify, force=force, as_json=as_json, detach=detach)
     if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
         wait_s = loaded.spec.run.join_timeout_s

@@ -15,14 +15,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from trainspec_cli.core.errors import EXIT_DONE, MachineError, Problem, RecipeError, WorkerError
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.reporter.console import RunConsole, make_console
-from trainspec_cli.run.backend.nodes.backend import Reach, build_nodes_job
+from trainspec_cli.run.backend.nodes.backend import build_nodes_job
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.record import read_plan_of_all_nodes, read_result
+from trainspec_cli.run.folder.record import read_result
 from trainspec_cli.run.job.folder import check_free, make_folder, storage, write_launch
 from trainspec_cli.run.notify import Notify
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
-from trainspec_cli.session.launching.nodes import exit_code_of
+from trainspec_cli.session.launching.nodes import MANAGED, exit_code_of
+from trainspec_cli.session.manager import RecordChanges
 from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded, check_start, plan_on, with_profile
 from trainspec_cli.session.runs.find import check_name_free
@@ -31,8 +32,6 @@ from trainspec_cli.wings.ray.supervisor import Supervisor
 
 FOLLOW_S = 0.3
 ANSWER_TIMEOUT_S = 5.0
-OF_RAY = Reach("", ("trainspec", "resume"))
-"""The supervisor finds the nodes when it starts."""
 
 
 class RayRuns:
@@ -43,29 +42,38 @@ class RayRuns:
         check_free(spec.run.dir)
         check_name_free(spec.run.name)
         connect()
-        with reserve(spec, spec.cluster.num_nodes, console) as (places, machine):
+        with reserve(spec, console) as (places, machine):
             spec, profile = with_profile(spec, machine)
             console.report_each([profile] if profile else [])
             plan = plan_on(loaded, machine)
             data_folder = prepare_data(loaded, console)
             with storage(spec.run.dir):
                 root = make_folder(spec.run.dir, loaded.composed.recipe).absolute()
-                write_launch(build_nodes_job(plan, root, OF_RAY), plan, loaded.origin, data_folder)
+                write_launch(build_nodes_job(plan, root, MANAGED), plan, loaded.origin, data_folder)
             run = RunDir(root)
             supervisor = _hand_over(run, spec, places, notify, force=force, as_json=as_json)
         return EXIT_DONE if detach else _follow(run, supervisor, console)
 
     def resume(
-        self, run: RunDir, changes: Sequence[str], notify: Notify, *, force: bool, as_json: bool, detach: bool
+        self,
+        run: RunDir,
+        spec: RunSpec,
+        record: RecordChanges | None,
+        notify: Notify,
+        *,
+        force: bool,
+        as_json: bool,
+        detach: bool,
     ) -> int:
         console = make_console(as_json=as_json)
         connect()
         if _find(run) is not None:
             hint = f"follow it: trainspec watch {run.root}"
             raise RecipeError(Problem("still_running", f"the run in {run.root} is still running", hint=hint))
-        plan = read_plan_of_all_nodes(run)
-        with reserve(plan.spec, plan.num_nodes, console) as (places, _):
-            supervisor = _hand_over(run, plan.spec, places, notify, force=force, as_json=as_json)
+        with reserve(spec, console) as (places, machine):
+            if record:
+                record(machine, MANAGED.start)
+            supervisor = _hand_over(run, spec, places, notify, force=force, as_json=as_json)
         return EXIT_DONE if detach else _follow(run, supervisor, console)
 
     def ask_to_stop(self, run: RunDir) -> None:

@@ -108,10 +108,11 @@ def alive() -> dict[str, dict[str, Any]]:
 
 
 @contextmanager
-def reserve(spec: RunSpec, num_nodes: int, console: PrintableConsole) -> Iterator[tuple[tuple[Place, ...], Machine]]:
+def reserve(spec: RunSpec, console: PrintableConsole) -> Iterator[tuple[tuple[Place, ...], Machine]]:
     """Reserve the nodes of a run, and its spares as far as they exist or once they do. Yield them, and a description of
     one node. If the block fails, the nodes are released. Raises MachineError if there are too few nodes within
     `run.join_timeout_s`, or if a node cannot be used."""
+    num_nodes = spec.cluster.num_nodes
     spares = spec.cluster.reliability.spare_nodes or 0
     deadline_s = time.monotonic() + spec.run.join_timeout_s
     bundle = _await_nodes(spec, num_nodes, deadline_s, console)

@@ -24,7 +24,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_of_all_nodes, read_result
 from trainspec_cli.run.notify import Notify
 from trainspec_cli.run.signals import StopRequests
-from trainspec_cli.session.launching.nodes import exit_code_of
+from trainspec_cli.session.launching.nodes import MANAGED, exit_code_of
 from trainspec_cli.session.launching.resume import prepare_unchanged
 from trainspec_cli.session.launching.session import start
 from trainspec_cli.wings.ray.cluster import Place, alive, locate, own_ip, release
@@ -50,6 +50,8 @@ class Output(io.TextIOBase):
         self._name = name
 
     def write(self, text: str) -> int:
+        if threading.current_thread().name.startswith("ray_"):  # Ray's own messages
+            return len(text)
         self._said.append((self._name, text))
         return len(text)
 
@@ -130,7 +132,7 @@ class Supervisor:
             console.report(f"node {own}: continues the run, because its supervisor was lost")
         reach = Reach(
             own_ip(),
-            ("trainspec", "resume"),
+            MANAGED.start,
             return_timeout_s=plan.spec.run.join_timeout_s,
             nodes=(*live, *away),
             lost=tuple((number, "") for number in away[: max(0, plan.num_nodes - len(live))]) if is_restarted else (),
