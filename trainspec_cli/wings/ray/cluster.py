@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ HOW_TO_START = (
     f"first machine: {START_HEAD}; on each other machine: {START_OTHER}"
 )
 LOOK_S = 1.0
+CONNECT_TIMEOUT_S = 5.0
 DESCRIBE_TIMEOUT_S = 120.0
 """Time in seconds for the first Python process on a node to start and import trainspec."""
 
@@ -53,14 +55,16 @@ def connect() -> None:
         message = f"{ADDRESS} is {address}; trainspec connects from a machine of the cluster"
         hint = f"run the command on a machine of the cluster, with {ADDRESS}=HEAD:6379 or without it"
         raise MachineError(Problem("ray_address", message, hint=hint, environment=True))
-    os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", "5")
     try:
+        if address != "auto":  # Ray itself would wait for more than a minute
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except ray.exceptions.AuthenticationError as error:
         message = f"the Ray cluster {where} did not accept this user's token"
         hint = "copy ~/.ray/auth_token from the first machine (or set RAY_AUTH_TOKEN), and set RAY_AUTH_MODE=token"
         raise MachineError(Problem("ray_token", message, hint=hint, environment=True)) from error
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         message = f"no Ray cluster was found {where}: {str(error).splitlines()[0]}"
         raise MachineError(Problem("no_ray", message, hint=HOW_TO_START, environment=True)) from error
 

@@ -50,8 +50,6 @@ class Output(io.TextIOBase):
         self._name = name
 
     def write(self, text: str) -> int:
-        if threading.current_thread().name.startswith("ray_"):  # Ray's own messages
-            return len(text)
         self._said.append((self._name, text))
         return len(text)
 
