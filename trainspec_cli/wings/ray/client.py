@@ -32,6 +32,7 @@ from trainspec_cli.wings.ray.supervisor import Supervisor
 
 FOLLOW_S = 0.3
 ANSWER_TIMEOUT_S = 5.0
+RELEASE_TIMEOUT_S = 20.0
 
 
 class RayRuns:
@@ -67,7 +68,7 @@ class RayRuns:
     ) -> int:
         console = make_console(as_json=as_json)
         connect()
-        if _find(run) is not None:
+        if not _await_gone(run):
             hint = f"follow it: trainspec watch {run.root}"
             raise RecipeError(Problem("still_running", f"the run in {run.root} is still running", hint=hint))
         with reserve(spec, console) as (places, machine):
@@ -133,8 +134,27 @@ def _follow(run: RunDir, supervisor: Any, console: RunConsole) -> int:
                 getattr(sys, stream).write(text)
             sys.stdout.flush()
             if code is not None:
+                _await_gone(run)
                 return int(code)
             time.sleep(FOLLOW_S)
+
+
+def _await_gone(run: RunDir) -> bool:
+    """If the run has ended, wait for its supervisor to release the nodes. Return whether the run has no supervisor."""
+    deadline_s = time.monotonic() + RELEASE_TIMEOUT_S
+    while (supervisor := _find(run)) is not None:
+        try:
+            *_, code = ray.get(supervisor.tell.remote(0.0, 0, 0), timeout=ANSWER_TIMEOUT_S)
+            if code is None:
+                return False
+        except RayActorError:  # it is ending, or its node was lost
+            pass
+        except GetTimeoutError:
+            return False
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(FOLLOW_S)
+    return True
 
 
 def _find(run: RunDir) -> Any:

@@ -143,7 +143,7 @@ def _await_nodes(spec: RunSpec, num_nodes: int, deadline_s: float, console: Prin
     told = -1
     while True:
         nodes = [node["Resources"] for node in alive().values()]
-        found = sorted((_usable(resources, spec.cluster) for resources in nodes), key=_size, reverse=True)
+        found = sorted((usable(resources, spec.cluster) for resources in nodes), key=_size, reverse=True)
         found = [bundle for bundle in found if bundle]
         if len(found) >= num_nodes:
             return min(found[:num_nodes], key=_size)
@@ -162,7 +162,7 @@ def _await_nodes(spec: RunSpec, num_nodes: int, deadline_s: float, console: Prin
         time.sleep(LOOK_S)
 
 
-def _usable(resources: dict[str, float], cluster: ClusterSpec) -> dict[str, float]:
+def usable(resources: dict[str, float], cluster: ClusterSpec) -> dict[str, float]:
     """Return the CPUs and GPUs of a node that a run may use; empty if it cannot use the node."""
     bundle = {"CPU": resources.get("CPU", 0)}
     if cluster.device != "cpu" and (resources.get("GPU") or cluster.device == "cuda"):

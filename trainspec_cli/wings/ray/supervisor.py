@@ -108,7 +108,7 @@ class Supervisor:
                 code = EXIT_BUG
         self._exit_code = code
         self._was_read.wait(READ_S)
-        time.sleep(1.0)  # the answer is on its way
+        time.sleep(LOOK_S)  # the answer is on its way
         release(self._places)  # this also ends this process
 
     def _train(self) -> int:
