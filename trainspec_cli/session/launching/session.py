@@ -461,10 +461,11 @@ def spawn_resume(
             )
 
 
-def describe_detached(run: RunDir, pid: int, *, as_json: bool) -> str:
-    """Describe how to follow and stop the run."""
+def describe_detached(run: RunDir, pid: int | None, *, as_json: bool) -> str:
+    """Describe how to follow and stop the run. `pid`: the process that supervises it, if it is on this machine."""
     if as_json:
-        return json_text({"run": str(run.root), "pid": pid, "log": str(run.run_log)})
+        process = {} if pid is None else {"pid": pid}
+        return json_text({"run": str(run.root), **process, "log": str(run.run_log)})
     root = shlex.quote(show_path(run.root, Path.cwd()))
     return "\n".join([
         f"run folder  {root}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from trainspec_cli.run.job.folder import check_free, make_folder, storage, write
 from trainspec_cli.run.notify import Notify
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 from trainspec_cli.session.launching.nodes import MANAGED, exit_code_of
+from trainspec_cli.session.launching.session import describe_detached
 from trainspec_cli.session.manager import RecordChanges
 from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded, check_start, plan_on, with_profile
 from trainspec_cli.session.runs.find import check_name_free
-from trainspec_cli.wings.ray.cluster import NAMESPACE, Place, connect, reserve
+from trainspec_cli.wings.ray.cluster import NAMESPACE, Place, connect, release, reserve
 from trainspec_cli.wings.ray.supervisor import Supervisor
 
 FOLLOW_S = 0.3
@@ -46,6 +48,7 @@ class RayRuns:
         with reserve(spec, console) as (places, machine):
             spec, profile = with_profile(spec, machine)
             console.report_each([profile] if profile else [])
+            loaded = replace(loaded, spec=spec)
             plan = plan_on(loaded, machine)
             data_folder = prepare_data(loaded, console)
             with storage(spec.run.dir):
@@ -53,7 +56,7 @@ class RayRuns:
                 write_launch(build_nodes_job(plan, root, MANAGED), plan, loaded.origin, data_folder)
             run = RunDir(root)
             supervisor = _hand_over(run, spec, places, notify, force=force, as_json=as_json)
-        return EXIT_DONE if detach else _follow(run, supervisor, console)
+        return _finish(run, supervisor, places, console, as_json=as_json, detach=detach)
 
     def resume(
         self,
@@ -75,7 +78,7 @@ class RayRuns:
             if record:
                 record(machine, MANAGED.start)
             supervisor = _hand_over(run, spec, places, notify, force=force, as_json=as_json)
-        return EXIT_DONE if detach else _follow(run, supervisor, console)
+        return _finish(run, supervisor, places, console, as_json=as_json, detach=detach)
 
     def ask_to_stop(self, run: RunDir) -> None:
         connect()
@@ -95,7 +98,7 @@ def _hand_over(
     actor = ray.remote(Supervisor).options(
         name=_name(run),
         lifetime="detached",
-        max_restarts=-1 if spec.resilience.survives_first_node else 0,
+        max_restarts=-1 if spec.resilience.survives_lost_nodes else 0,
         max_concurrency=4,
         num_cpus=0,
         scheduling_strategy=PlacementGroupSchedulingStrategy(places[0].group),
@@ -104,7 +107,16 @@ def _hand_over(
     return actor.remote(*about, notify.whom, force, as_json, str(Path.cwd()))
 
 
-def _follow(run: RunDir, supervisor: Any, console: RunConsole) -> int:
+def _finish(
+    run: RunDir, supervisor: Any, places: Sequence[Place], console: RunConsole, *, as_json: bool, detach: bool
+) -> int:
+    if not detach:
+        return _follow(run, supervisor, places, console)
+    print(describe_detached(run, None, as_json=as_json))
+    return EXIT_DONE
+
+
+def _follow(run: RunDir, supervisor: Any, places: Sequence[Place], console: RunConsole) -> int:
     """Print what the supervisor prints until the run has ended; return its exit code."""
     since = 0.0
     position = 0
@@ -123,7 +135,8 @@ def _follow(run: RunDir, supervisor: Any, console: RunConsole) -> int:
                 is_away = bool(since)
                 time.sleep(FOLLOW_S)
                 continue
-            except RayActorError as error:
+            except RayActorError as error:  # Ray does not restart it
+                release(places)
                 if run.result_json.is_file():
                     return exit_code_of(run, read_result(run))
                 message = f"the run's supervisor was lost: {str(error).strip().splitlines()[-1]}"
