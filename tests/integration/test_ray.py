@@ -84,8 +84,8 @@ def supervising_host(cluster: RayHosts, run: RunDir) -> int:
     return int(record.host.removeprefix("node"))
 
 
-AGENT = "ray::Node.serve"
-SUPERVISOR = "ray::Supervisor"
+AGENT = "ray::AgentActor.serve"
+SUPERVISOR = "ray::SupervisorActor"
 WORKER = "trainspec_cli.engine"
 
 

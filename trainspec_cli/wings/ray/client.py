@@ -29,8 +29,8 @@ from trainspec_cli.session.manager import RecordChanges
 from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded, check_start, plan_on, with_profile
 from trainspec_cli.session.runs.find import check_name_free
-from trainspec_cli.wings.ray.cluster import NAMESPACE, Place, connect, release, reserve
-from trainspec_cli.wings.ray.supervisor import Supervisor
+from trainspec_cli.wings.ray.cluster import NAMESPACE, Bundle, connect, release, reserve
+from trainspec_cli.wings.ray.supervisor import SupervisorActor
 
 FOLLOW_S = 0.3
 ANSWER_TIMEOUT_S = 5.0
@@ -92,10 +92,10 @@ RAY_RUNS = RayRuns()
 
 
 def _hand_over(
-    run: RunDir, spec: RunSpec, places: Sequence[Place], notify: Notify, *, force: bool, as_json: bool
+    run: RunDir, spec: RunSpec, places: Sequence[Bundle], notify: Notify, *, force: bool, as_json: bool
 ) -> Any:
     """Create the run's supervisor, which owns the nodes from now on."""
-    actor = ray.remote(Supervisor).options(
+    actor = ray.remote(SupervisorActor).options(
         name=_name(run),
         lifetime="detached",
         max_restarts=-1 if spec.resilience.survives_lost_nodes else 0,
@@ -108,7 +108,7 @@ def _hand_over(
 
 
 def _finish(
-    run: RunDir, supervisor: Any, places: Sequence[Place], console: RunConsole, *, as_json: bool, detach: bool
+    run: RunDir, supervisor: Any, places: Sequence[Bundle], console: RunConsole, *, as_json: bool, detach: bool
 ) -> int:
     if not detach:
         return _follow(run, supervisor, places, console)
@@ -116,7 +116,7 @@ def _finish(
     return EXIT_DONE
 
 
-def _follow(run: RunDir, supervisor: Any, places: Sequence[Place], console: RunConsole) -> int:
+def _follow(run: RunDir, supervisor: Any, places: Sequence[Bundle], console: RunConsole) -> int:
     """Print what the supervisor prints until the run has ended; return its exit code."""
     since = 0.0
     position = 0

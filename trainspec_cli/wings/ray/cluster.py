@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -70,7 +69,7 @@ def connect() -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class Bundle:
     """A node of a run: one bundle of a placement group. If its machine dies, Ray places it on another one."""
 
     group: PlacementGroup
@@ -95,7 +94,7 @@ class Place:
         }
 
 
-def locate(places: Sequence[Place]) -> list[str]:
+def locate(places: Sequence[Bundle]) -> list[str]:
     """Return the id of each place's machine; empty while it has none."""
     tables = {place.group.id: placement_group_table(place.group) for place in places}
     return [tables[place.group.id].get("bundles_to_node_id", {}).get(place.bundle) or "" for place in places]
@@ -106,13 +105,13 @@ def own_ip() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-def alive() -> dict[str, dict[str, Any]]:
-    """Return the live machines of the cluster by id."""
-    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+def alive() -> dict[str, dict[str, float]]:
+    """Return the resources of the cluster's live machines, by the machines' ids."""
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def reserve(spec: RunSpec, console: PrintableConsole) -> Iterator[tuple[tuple[Place, ...], Machine]]:
+def reserve(spec: RunSpec, console: PrintableConsole) -> Iterator[tuple[tuple[Bundle, ...], Machine]]:
     """Reserve the nodes of a run, and its spares as far as they exist or once they do. Yield them, and a description of
     one node. If the block fails, the nodes are released. Raises MachineError if there are too few nodes within
     `run.join_timeout_s`, or if a node cannot be used."""
@@ -125,7 +124,7 @@ def reserve(spec: RunSpec, console: PrintableConsole) -> Iterator[tuple[tuple[Pl
         _await_group(groups[0], num_nodes, spec, deadline_s, console)
         # A group of its own for each spare, because a group is only placed as a whole.
         groups += [placement_group([bundle], lifetime="detached") for _ in range(spares)]
-        places = tuple(Place(group, place) for group in groups for place in range(group.bundle_count))
+        places = tuple(Bundle(group, place) for group in groups for place in range(group.bundle_count))
         yield places, _examine(places[:num_nodes], spec)
     except BaseException:
         for group in groups:
@@ -133,7 +132,7 @@ def reserve(spec: RunSpec, console: PrintableConsole) -> Iterator[tuple[tuple[Pl
         raise
 
 
-def release(places: Sequence[Place]) -> None:
+def release(places: Sequence[Bundle]) -> None:
     for group in {place.group.id: place.group for place in places}.values():
         remove_placement_group(group)
 
@@ -142,7 +141,7 @@ def _await_nodes(spec: RunSpec, num_nodes: int, deadline_s: float, console: Prin
     """Wait until the cluster has enough nodes; return what each of them has at least."""
     told = -1
     while True:
-        nodes = [node["Resources"] for node in alive().values()]
+        nodes = alive().values()
         found = sorted((usable(resources, spec.cluster) for resources in nodes), key=_size, reverse=True)
         found = [bundle for bundle in found if bundle]
         if len(found) >= num_nodes:
@@ -198,7 +197,7 @@ def describe_node(look_for_gpus: bool) -> JsonObject:
     }
 
 
-def _examine(places: Sequence[Place], spec: RunSpec) -> Machine:
+def _examine(places: Sequence[Bundle], spec: RunSpec) -> Machine:
     """Return a description of the first node. Raises MachineError if another version of trainspec is installed on a
     node, or if anyone on the network may run code on it."""
     gpus = spec.cluster.device != "cpu"

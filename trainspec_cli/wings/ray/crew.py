@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from trainspec_cli.run.backend.nodes.agent import run_agent
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.job import Job
-from trainspec_cli.wings.ray.cluster import Place, alive, locate
+from trainspec_cli.wings.ray.cluster import Bundle, alive, locate
 
 LOOK_S = 0.2
 TABLE_S = 1.0
@@ -22,7 +22,7 @@ TABLE_S = 1.0
 RETRY_S = 1.0
 
 
-class Node:
+class AgentActor:
     """The process that holds a node's resources, and runs its agents one after the other. Agents run in a thread,
     because only the supervisor acts on signals."""
 
@@ -35,9 +35,9 @@ class Crew:
     """The agents of all places. It implements `Agents` for one generation after the other. A thread talks to Ray,
     because Ray's head may hang without the run's nodes being affected."""
 
-    def __init__(self, places: Sequence[Place]):
+    def __init__(self, places: Sequence[Bundle]):
         self._places = places
-        node: Any = ray.remote(Node)
+        node: Any = ray.remote(AgentActor)
         forever = {"max_restarts": -1, "max_concurrency": 2}
         self._nodes = [node.options(**forever, **place.options).remote() for place in places]
         self._lock = threading.Lock()

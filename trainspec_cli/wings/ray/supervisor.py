@@ -27,7 +27,7 @@ from trainspec_cli.run.signals import StopRequests
 from trainspec_cli.session.launching.nodes import MANAGED, exit_code_of
 from trainspec_cli.session.launching.resume import prepare_unchanged
 from trainspec_cli.session.launching.session import start
-from trainspec_cli.wings.ray.cluster import Place, alive, locate, own_ip, release
+from trainspec_cli.wings.ray.cluster import Bundle, alive, locate, own_ip, release
 from trainspec_cli.wings.ray.crew import Crew
 
 READ_S = 20.0
@@ -40,7 +40,7 @@ Said = list[tuple[str, str]]
 """Texts with the name of their stream."""
 
 
-class Output(io.TextIOBase):
+class FetchedStream(io.TextIOBase):
     """A stream whose text the launch command fetches."""
 
     encoding = "utf-8"
@@ -54,11 +54,11 @@ class Output(io.TextIOBase):
         return len(text)
 
 
-class Supervisor:
+class SupervisorActor:
     """Created by the launch command, and by Ray whenever its node was lost."""
 
     def __init__(
-        self, root: str, places: Sequence[Place], generation: int, notify: str, force: bool, as_json: bool, cwd: str
+        self, root: str, places: Sequence[Bundle], generation: int, notify: str, force: bool, as_json: bool, cwd: str
     ):
         """`generation`: the newest one when the run was handed over. `cwd`: the folder in which the user typed the
         command."""
@@ -78,8 +78,8 @@ class Supervisor:
         # Ray hides the GPUs from an actor that takes none, but the supervisor describes its node.
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             del os.environ["CUDA_VISIBLE_DEVICES"]
-        sys.stdout = Output(self._said, "stdout")
-        sys.stderr = Output(self._said, "stderr")
+        sys.stdout = FetchedStream(self._said, "stdout")
+        sys.stderr = FetchedStream(self._said, "stderr")
         threading.Thread(target=self._supervise, name="supervisor").start()
 
     def tell(self, since: float, position: int, stops: int) -> tuple[float, int, Said, int | None]:
