@@ -105,7 +105,9 @@ class Crew:
                 continue
             if table:
                 machines, places = table
-                if self._where.setdefault(number, places[number]) not in machines and self._where[number]:
+                where = self._where.get(number) or places[number]
+                self._where[number] = where
+                if where and where not in machines:
                     self._lose(number, "is dead, as Ray reports")
                     continue
             if not ray.wait([call], timeout=0)[0]:
@@ -117,8 +119,9 @@ class Crew:
             except RayActorError:
                 self._lose(number, "has lost its agent, as Ray reports")
             except RayTaskError as error:
-                self._lose(number, f"cannot run its agent: {error.cause}")
+                self._losses.append((number, f"cannot run its agent: {error.cause}"))
                 self._waits_until[number] = float("inf")
+                del self._serving[number]
 
     def _lose(self, number: int, why: str) -> None:
         if self._where.pop(number, ""):  # otherwise it is a machine that has not come yet
