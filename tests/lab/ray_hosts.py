@@ -99,6 +99,7 @@ class RayHosts:
             # Fixed, so that Ray does not wait for its own processes to choose ports.
             *("--runtime-env-agent-port=6400", "--dashboard-agent-listen-port=6401"),
             *("--dashboard-agent-grpc-port=6402", "--metrics-export-port=6403"),
+            *("--min-worker-port=10002", "--max-worker-port=14999"),  # below those of `free_port`
             *("--disable-usage-stats", "--no-monitor", "--include-log-monitor=false", "--block"),
         ]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainspec_cli.core.errors import EXIT_DONE, MachineError, Problem, RecipeError, WorkerError
@@ -20,7 +21,7 @@ from trainspec_cli.run.backend.nodes.backend import build_nodes_job
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_result
-from trainspec_cli.run.job.folder import check_free, make_folder, storage, write_launch
+from trainspec_cli.run.job.folder import check_free, is_running, make_folder, storage, write_launch
 from trainspec_cli.run.notify import Notify
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 from trainspec_cli.session.launching.nodes import MANAGED, exit_code_of
@@ -34,7 +35,8 @@ from trainspec_cli.wings.ray.supervisor import SupervisorActor
 
 FOLLOW_S = 0.3
 ANSWER_TIMEOUT_S = 5.0
-RELEASE_TIMEOUT_S = 20.0
+RELEASE_S = 2.0
+"""Time in seconds in which a supervisor that was told so releases its nodes."""
 
 
 class RayRuns:
@@ -71,7 +73,7 @@ class RayRuns:
     ) -> int:
         console = make_console(as_json=as_json)
         connect()
-        if not _await_gone(run):
+        if _is_supervised(run):
             hint = f"follow it: trainspec watch {run.root}"
             raise RecipeError(Problem("still_running", f"the run in {run.root} is still running", hint=hint))
         with reserve(spec, console) as (places, machine):
@@ -147,27 +149,33 @@ def _follow(run: RunDir, supervisor: Any, places: Sequence[Bundle], console: Run
                 getattr(sys, stream).write(text)
             sys.stdout.flush()
             if code is not None:
-                _await_gone(run)
+                release(places)
+                _remove(supervisor)
                 return int(code)
             time.sleep(FOLLOW_S)
 
 
-def _await_gone(run: RunDir) -> bool:
-    """If the run has ended, wait for its supervisor to release the nodes. Return whether the run has no supervisor."""
-    deadline_s = time.monotonic() + RELEASE_TIMEOUT_S
-    while (supervisor := _find(run)) is not None:
-        try:
-            *_, code = ray.get(supervisor.tell.remote(0.0, 0, 0), timeout=ANSWER_TIMEOUT_S)
-            if code is None:
-                return False
-        except RayActorError:  # it is ending, or its node was lost
-            pass
-        except GetTimeoutError:
-            return False
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(FOLLOW_S)
-    return True
+def _is_supervised(run: RunDir) -> bool:
+    """Return whether the run has a supervisor that has not ended; if it has, remove what is left of it."""
+    supervisor = _find(run)
+    if supervisor is None:
+        return False
+    try:
+        *_, code = ray.get(supervisor.tell.remote(0.0, 0, 0), timeout=ANSWER_TIMEOUT_S)
+        if code is None:
+            return True
+        time.sleep(RELEASE_S)
+    except RayError:
+        # Without its nodes, Ray would restart it forever.
+        if is_running(run):
+            return True
+    _remove(supervisor)
+    return False
+
+
+def _remove(supervisor: Any) -> None:
+    with suppress(RayError):  # it may have ended by itself
+        ray.kill(supervisor, no_restart=True)
 
 
 def _find(run: RunDir) -> Any:

@@ -109,7 +109,9 @@ class SupervisorActor:
         self._exit_code = code
         self._was_read.wait(READ_S)
         time.sleep(LOOK_S)  # the answer is on its way
-        release(self._places)  # this also ends this process
+        me = ray.get_runtime_context().current_actor
+        release(self._places)  # this also ends this process, which Ray would then restart
+        ray.kill(me, no_restart=True)
 
     def _train(self) -> int:
         """Start or continue the run on the nodes that it has; return its exit code."""
