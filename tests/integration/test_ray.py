@@ -74,6 +74,16 @@ def wait_for_step(run: RunDir, step: int, process: subprocess.Popen[str] | None)
     wait_for(lambda: max(losses(run), default=0) >= step, process, every_s=0.1)
 
 
+def wait_for_restart(run: RunDir, sizes: list[int], process: subprocess.Popen[str] | None = None) -> None:
+    """Until the last start, with this many ranks, has made a step."""
+
+    def has_made_one() -> bool:
+        starts = run_events(run, "start")
+        return worlds(run) == sizes and run_events(run, "step")[-1]["time"] > starts[-1]["time"]
+
+    wait_for(has_made_one, process, every_s=0.1)
+
+
 def worlds(run: RunDir) -> list[int]:
     return [event["world_size"] for event in run_events(run, "start")]
 
@@ -136,8 +146,7 @@ def test_a_spare_takes_the_place_of_a_host_that_died_and_ctrl_c_stops_with_a_che
     wait_for(lambda: len(cluster.with_process(AGENT)) == 3, launched)
     victim = next(host for host in cluster.with_process(WORKER) if host != supervising_host(cluster, run))
     killed_at = cluster.kill(victim)
-    wait_for(lambda: worlds(run) == [2, 2], launched, every_s=0.1)
-    wait_for_step(run, run_events(run, "start")[-1]["step"] + 3, launched)
+    wait_for_restart(run, [2, 2], launched)
     record_property("resumed_in_s", resumed_in_s(run, killed_at))
     (lost,) = told(run)
     assert (lost["reason"], lost["host"], lost["num_nodes"], "spare" in lost) == ("lost", f"node{victim}", 2, True)
@@ -160,13 +169,11 @@ def test_another_host_supervises_if_that_host_dies_and_the_run_goes_on_without_i
     wait_for(lambda: max(losses(run)) > step + 5, every_s=0.1)
     victim = supervising_host(cluster, run)
     killed_at = cluster.kill(victim)
-    wait_for(lambda: worlds(run) == [3, 2], every_s=0.1)
-    wait_for_step(run, run_events(run, "start")[-1]["step"] + 3, None)
+    wait_for_restart(run, [3, 2])
     record_property("resumed_in_s", resumed_in_s(run, killed_at))
     assert supervising_host(cluster, run) != victim
     cluster.start(victim)
-    wait_for(lambda: worlds(run) == [3, 2, 3], every_s=0.1)
-    wait_for_step(run, run_events(run, "start")[-1]["step"] + 3, None)
+    wait_for_restart(run, [3, 2, 3])
     assert [(one["reason"], one["num_nodes"]) for one in told(run)] == [("lost", 2), ("returned", 3)]
     stopped = start("stop", str(run.root))
     assert stopped.wait() == 0, stopped.communicate()[0]

@@ -38,6 +38,7 @@ HOW_TO_START = (
     "create a token once with `ray get-auth-token --generate`, and copy ~/.ray/auth_token to every machine; on the "
     f"first machine: {START_HEAD}; on each other machine: {START_OTHER}"
 )
+REFUSED = "Failed to connect to Ray cluster"
 LOOK_S = 1.0
 CONNECT_TIMEOUT_S = 5.0
 DESCRIBE_TIMEOUT_S = 120.0
@@ -59,11 +60,12 @@ def connect() -> None:
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-    except ray.exceptions.AuthenticationError as error:
-        message = f"the Ray cluster {where} did not accept this user's token"
-        hint = "copy ~/.ray/auth_token from the first machine (or set RAY_AUTH_TOKEN), and set RAY_AUTH_MODE=token"
-        raise MachineError(Problem("ray_token", message, hint=hint, environment=True)) from error
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ray.exceptions.AuthenticationError) as error:
+        # Ray reports a wrong token only in its log; that something listens has been found above.
+        if isinstance(error, ray.exceptions.AuthenticationError) or REFUSED in str(error):
+            message = f"the Ray cluster {where} did not accept the connection: this user has no token, or another one"
+            hint = f"copy ~/.ray/auth_token from the first machine (or set RAY_AUTH_TOKEN), and set {AUTH_MODE}=token"
+            raise MachineError(Problem("ray_token", message, hint=hint, environment=True)) from error
         message = f"no Ray cluster was found {where}: {str(error).splitlines()[0]}"
         raise MachineError(Problem("no_ray", message, hint=HOW_TO_START, environment=True)) from error
 
