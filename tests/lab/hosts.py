@@ -200,6 +200,10 @@ def _name(number: int) -> str:
     return f"{PREFIX}-{number}"
 
 
+def pids_on(number: int) -> list[int]:
+    return _pids(_name(number))
+
+
 def _pids(namespace: str) -> list[int]:
     return [int(pid) for pid in run("ip", "netns", "pids", namespace).split()]
 

@@ -372,6 +372,10 @@ class ClusterSpec:
     devices_per_node: AutoInt = AUTO
     """Number of processes per node, one per device. auto: all GPUs or, on a machine without GPUs, the fewest processes
     that `layout` and `resilience` allow (usually a single process that uses all cores)."""
+    manager: Literal["none", "ray"] = "none"
+    """The program that finds the nodes of a launch, starts trainspec on them and reports lost nodes. ray: a Ray
+    cluster (RAY_ADDRESS, or the one on this node); none: the user types the command on each node. Slurm jobs are
+    submitted with `trainspec sbatch`."""
     device: Literal["cpu", "cuda"] | Auto = AUTO
     """The device to train on. auto: cuda if a GPU is present, otherwise cpu. If `accelerator` names a GPU, a machine
     without GPUs is rejected unless this is cpu."""

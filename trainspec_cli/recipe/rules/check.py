@@ -23,7 +23,7 @@ from trainspec_cli.core.errors import Problem, closest
 from trainspec_cli.core.reading.files import expand, how_to_copy
 from trainspec_cli.core.wings import MISSING_WING, Part, Point, find_wings, parts_of
 from trainspec_cli.recipe.field_types import AUTO, AutoInt
-from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.kernels import IN_BLOCKS, KERNELS, TORCH, Backend
 from trainspec_cli.recipe.keys.layout import MESH_AXES
 from trainspec_cli.recipe.keys.model import TextModel
@@ -108,6 +108,11 @@ WING_KEYS = (
         SitesSpec(),
         of_one_start=("site", "endpoint", "listen", "secret"),
         files=("secret",),
+    ),
+    WingKeys(
+        *("ray", "cluster.manager", "ray", "cluster.manager=none", "cluster.manager", ClusterSpec.manager),
+        of_one_start=(),
+        files=(),
     ),
 )
 

@@ -151,6 +151,12 @@ class Hub:
             self._handle(key.data, self._workers[key.data].receive())
         return news
 
+    def lose(self, place: int, why: str) -> list[News]:
+        """Consider a node lost, because whoever started its agent reports so. Return the news of it; none if the node
+        had left or was lost before."""
+        node = self.nodes[place]
+        return [] if node.is_gone else _lose(node, why)
+
     def send(self, message: messages.HubMessage) -> None:
         for node in self.nodes:
             node.send(message)

@@ -141,7 +141,10 @@ def command_to_resume(run: RunDir) -> str:
     start = generations.read(run, generations.newest(run))
     if start is None or start.own or len(start.nodes) < 2:
         return command
-    nodes = f"--nnodes {read_plan_of_all_nodes(run).num_nodes} --node-rank I"
+    plan = read_plan_of_all_nodes(run)
+    if plan.spec.cluster.manager != "none":
+        return command
+    nodes = f"--nnodes {plan.num_nodes} --node-rank I"
     endpoint = start.rendezvous.get(RENDEZVOUS, "HOST:PORT")
     return f"{command} {nodes} --rdzv-endpoint {endpoint} (on each node; I is its number)"
 

@@ -23,7 +23,7 @@ from trainspec_cli.recipe.records import Absent
 from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.run.backend.nodes.agent import CUT_OFF, describe_part, run_agent
-from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, agent_command
+from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, AgentThread, Reach, agent_command
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.events import spoken_bytes
 from trainspec_cli.run.folder.generations import GenerationRecord
@@ -44,6 +44,10 @@ its node does not answer either."""
 ANSWER_S = 0.5
 RESULT_TIMEOUT_S = 30.0
 """Maximum time that a joined node waits for the first node to write the result or restart the run, in seconds."""
+
+
+MANAGED = Reach("", ("trainspec", "resume"))
+"""How the nodes of a run are reached whose manager finds them when its supervisor starts (`cluster.manager`)."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class NodeOptions:
         """Return how the nodes of a run in `run_dir` reach one another; None for a single node. Raises RecipeError if
         the command line does not specify it."""
         nodes = spec.cluster.num_nodes
+        if spec.cluster.manager != "none":
+            return MANAGED
         if nodes == 1:
             return None
         example = f"--nnodes {nodes} --node-rank I --rdzv-endpoint HOST:PORT run.dir=<a shared folder>"
@@ -86,7 +92,13 @@ class NodeOptions:
             message = "`run.dir` is auto, so each node would create a separate folder"
             hint = "set run.dir=<a folder that all nodes share>"
             raise RecipeError(Problem("missing_value", message, "run.dir", hint))
-        return replace(reach, serve=partial(run_agent, node=0))
+        return replace(reach, open_agents=partial(AgentThread, partial(run_agent, node=0)))
+
+    def check_managed(self, spec: RunSpec) -> None:
+        """Raise RecipeError for options of a node whose manager finds the nodes."""
+        if self.node_rank or self.endpoint:
+            message = f"`cluster.manager` is {spec.cluster.manager}, which finds the nodes: type the command once"
+            raise RecipeError(Problem("usage", message, "--node-rank", "leave out --node-rank and --rdzv-endpoint"))
 
     def reach_at(self, endpoint: str, nodes: int, spares: int, hint: str, join_timeout_s: float) -> Reach:
         host, _, port = endpoint.rpartition(":")

@@ -52,6 +52,7 @@ from trainspec_cli.session.launching.session import (
     resume_detached,
     start,
 )
+from trainspec_cli.session.manager import manager_of
 from trainspec_cli.session.recipe.data import check_data_of
 from trainspec_cli.session.recipe.load import (
     Loaded,
@@ -64,6 +65,7 @@ from trainspec_cli.session.recipe.load import (
 )
 from trainspec_cli.session.runs.find import find_own_run, status_of_run
 
+MANAGER = "cluster.manager"
 OF_MEMORY = ("batching", "recompute", "offload")
 """Recipe sections that determine the memory use of a step."""
 
@@ -95,6 +97,16 @@ def resume_recipe(
     detach: bool,
 ) -> int:
     console = make_console(as_json=as_json)
+    old = read_plan_of_all_nodes(run)
+    if old.spec.cluster.manager != "none" or any(change.startswith(f"{MANAGER}=") for change in changes):
+        values = [*changes, *nodes.as_arguments]
+        changed = _change_values_and_data(run, old, values, console) if values else None
+        spec = changed[0].spec if changed else old.spec
+        if manager := manager_of(spec):
+            nodes.check_managed(spec)
+            check_unfinished(run, spec)
+            record = partial(_record_changes, run, old, *changed, console) if changed else None
+            return manager.resume(run, spec, record, notify, force=force, as_json=as_json, detach=detach)
     if changes and _is_of_slurm_alone(run, nodes) and not detach and notify == NOBODY:
         change_submitted(run, changes, console)
         return EXIT_DONE
@@ -158,14 +170,26 @@ def change_submitted(run: RunDir, changes: Sequence[str], console: RunConsole) -
             message = f"`{path}` is part of the job script, which a resume does not change"
             problems.append(Problem("fixed_value", message, path, f"edit {run.job_sbatch} if it is a Slurm option"))
     require(loaded.composed.locate(problems))
-    machine = machine_of_job(loaded)
+    _record_changes(run, old, loaded, data_folder, console, machine_of_job(loaded), ("sbatch", str(run.job_sbatch)))
+    console.report(f"the next job of the run continues with the changes: {command_to_resume(run)}")
+
+
+def _record_changes(
+    run: RunDir,
+    old: Plan,
+    loaded: Loaded,
+    data_folder: Path | None,
+    console: RunConsole,
+    machine: Machine,
+    command: tuple[str, ...],
+) -> None:
+    """Record the changes, for a start that `command` brings about on nodes like `machine`."""
     plan = _keep_choices(run, plan_for(loaded, machine), old, loaded, machine)
-    job = build_nodes_job(plan, run.root, Reach("", ("sbatch", str(run.job_sbatch))))
+    job = build_nodes_job(plan, run.root, Reach("", command))
     step = run.newest_step
     with storage(str(run.root)), claim(run, job.launch_id):
         write_resume(job, plan, sys.argv[1:], step, data_folder=data_folder)
     console.report(*describe_changes(old.spec, plan.spec, step, trained_samples(run, plan.spec, step)))
-    console.report(f"the next job of the run continues with the changes: {command_to_resume(run)}")
 
 
 def _is_of_slurm_alone(run: RunDir, nodes: NodeOptions) -> bool:

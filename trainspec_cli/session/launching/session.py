@@ -42,7 +42,7 @@ from trainspec_cli.reporter.text import describe_plan
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.local import LocalBackend
 from trainspec_cli.run.backend.nodes.agent import run_agent
-from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
+from trainspec_cli.run.backend.nodes.backend import AgentThread, Examination, NodesBackend, Reach, build_nodes_job
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.channel.worker import WorkerMail
 from trainspec_cli.run.folder import generations
@@ -73,6 +73,7 @@ from trainspec_cli.run.tools import known_probe, measure_kernels, read_table, ta
 from trainspec_cli.session.launching.changes import describe_changes, plan_on_fewer, trained_samples
 from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join
 from trainspec_cli.session.launching.run import describe_tracking, run
+from trainspec_cli.session.manager import manager_of
 from trainspec_cli.session.planning.predict import describe_load, predict, probe_after_run, with_known_limits
 from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded, check_start, load, plan_on, this_machine, with_profile
@@ -131,6 +132,9 @@ def launch(
     return 0 as soon as a separate process has started the run."""
     loaded = load([*arguments, *nodes.as_arguments])
     wanted = loaded.spec.run.dir
+    if manager := manager_of(loaded.spec):
+        nodes.check_managed(loaded.spec)
+        return manager.launch(loaded, notify, force=force, as_json=as_json, detach=detach)
     if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
         wait_s = loaded.spec.run.join_timeout_s
         return join(wanted, nodes.node_rank, make_console(as_json=False), wait_s=wait_s, joined=JOINED)
@@ -151,7 +155,7 @@ def take_over(run: RunDir, reach: Reach, console: RunConsole) -> int:
     """Supervise a run from this node, whose first node was lost. Return the run's exit code."""
     plan = read_plan_of_all_nodes(run)
     machine = detect(look_for_gpus=plan.device == "cuda")
-    reach = replace(reach, serve=partial(run_agent, node=reach.nodes[0]))
+    reach = replace(reach, open_agents=partial(AgentThread, partial(run_agent, node=reach.nodes[0])))
     # The run has trained with this plan, so it starts even if the plan is predicted not to fit.
     return start(Session(plan, machine, run, console, reach, force=True))
 
@@ -437,10 +441,11 @@ def spawn_resume(
             )
 
 
-def describe_detached(run: RunDir, pid: int, *, as_json: bool) -> str:
-    """Describe how to follow and stop the run."""
+def describe_detached(run: RunDir, pid: int | None, *, as_json: bool) -> str:
+    """Describe how to follow and stop the run. `pid`: the process that supervises it, if it is on this machine."""
     if as_json:
-        return json_text({"run": str(run.root), "pid": pid, "log": str(run.run_log)})
+        process = {} if pid is None else {"pid": pid}
+        return json_text({"run": str(run.root), **process, "log": str(run.run_log)})
     root = shlex.quote(show_path(run.root, Path.cwd()))
     return "\n".join([
         f"run folder  {root}",

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
@@ -23,6 +24,7 @@ from trainspec_cli.run.folder.events import TAIL_BYTES
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import has_plan, read_plan
 from trainspec_cli.run.job.folder import Owner, find_owner, is_running
+from trainspec_cli.session.manager import manager_of
 from trainspec_cli.session.runs.find import status_of_run
 
 SECOND_REQUEST_S = 0.5
@@ -70,17 +72,19 @@ def stop(run: RunDir, *, at_once: bool, on_asked: Callable[[], None]) -> str:
     if owner is None:
         queued = status_of_run(run) == QUEUED
         raise _not_running(run, "remove it from Slurm's queue: scancel JOB" if queued else "")
-    if owner.host != socket.gethostname():
+    manager = manager_of(read_plan(run).spec) if has_plan(run) else None
+    if manager is None and owner.host != socket.gethostname():
         job = None if isinstance(owner.slurm_job_id, Absent) else owner.slurm_job_id
         hint = f"run scancel {job}" if job else f"run it there: ssh {owner.host} trainspec stop {_quoted(run)}"
         message = f"the run in {run.root} is supervised on {owner.host}, and this is {socket.gethostname()}"
         raise MachineError(Problem("other_node", message, hint=hint, environment=True))
-    _ask(owner)
+    ask = partial(manager.ask_to_stop, run) if manager else partial(_ask, owner)
+    ask()
     on_asked()
     if at_once:
         time.sleep(SECOND_REQUEST_S)
         if find_owner(run) == owner:
-            _ask(owner)
+            ask()
     # Wait only for the process that was asked to stop, not for one started later.
     while find_owner(run) == owner:
         time.sleep(POLL_S)

@@ -67,6 +67,24 @@ def plan(make_plan) -> Plan:
     return replace(make_plan(), num_nodes=4, devices_per_node=2, replica_groups=2)
 
 
+class Engine:
+    """What has started the agents, and knows earlier than the hub which nodes are lost."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[int, str]] = []
+        self.ended: list[bool] = []
+
+    def poll(self) -> None:
+        return None
+
+    def take_losses(self) -> list[tuple[int, str]]:
+        losses, self.losses = self.losses, []
+        return losses
+
+    def end(self, *, in_order: bool, is_fenced: bool) -> None:
+        self.ended.append(in_order)
+
+
 class Lab:
     """A backend, and agents that are called one by one."""
 
@@ -241,19 +259,32 @@ def test_node_0_is_not_named_as_missing_where_another_node_comes_first(
     assert [event.waiting for event in lab.events if isinstance(event, NodesSeen)] == [""]
 
 
-def test_a_spare_node_that_never_came_is_not_waited_for_in_the_end(
-    open_lab: Callable[..., Lab], plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lab = open_lab(replace(plan, num_nodes=1, replica_groups=1), nodes=(0, 1))
+def test_a_spare_node_that_never_came_is_not_waited_for_in_the_end(open_lab: Callable[..., Lab], plan: Plan) -> None:
+    engine = Engine()
+    reach = Reach("127.0.0.1", NOBODY, open_agents=lambda job, generation: engine)
+    lab = open_lab(replace(plan, num_nodes=1, replica_groups=1), nodes=(0, 1), reach=reach)
     (agent,) = lab.call(0)
     lab.wait_for(PresenceChanged(0, "there"))
-    ended: list[bool] = []
-    monkeypatch.setattr(lab.backend, "_end_starter", lambda in_order: ended.append(in_order))
     agent.send(Goodbye())
     lab.backend.kill()
-    assert ended == [True]
+    assert engine.ended == [True]
     lab.wires.clear()
     lab.backend.kill = lambda: ()  # type: ignore[method-assign]
+
+
+def test_a_node_is_lost_when_what_starts_its_agent_says_so(open_lab: Callable[..., Lab], plan: Plan) -> None:
+    """Its connection is whole, as with a machine that was cut off."""
+    engine = Engine()
+    reach = Reach("127.0.0.1", NOBODY, open_agents=lambda job, generation: engine)
+    lab = open_lab(replace(plan, num_nodes=2, replica_groups=1), nodes=(5, 3, 0), reach=reach)
+    lab.call(0, 1)
+    lab.wait_for(PresenceChanged(0, "there"))
+    lab.backend.start(0, 1)
+    engine.losses = [(3, "is dead"), (0, "is dead")]  # the last one is a spare that has not come
+    lab.wait_for(NodeLost(3, "host1", "is dead", (0,)))
+    engine.losses = [(3, "is dead")]
+    lab.poll()
+    assert [event for event in lab.events if isinstance(event, NodeLost)] == []
 
 
 def test_a_presence_is_reported_when_it_changes_and_not_again(lab: Lab) -> None:

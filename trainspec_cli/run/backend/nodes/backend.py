@@ -72,6 +72,87 @@ class Replacements(Protocol):
     def close(self) -> None: ...
 
 
+class Agents(Protocol):
+    """Whatever has started the nodes' agents for one generation."""
+
+    def poll(self) -> int | None:
+        """Return its exit code if it has failed to start any agents; None or 0 otherwise."""
+
+    def take_losses(self) -> list[tuple[int, str]]:
+        """Return the numbers of the nodes that were lost since the last call, with the reasons, as far as it knows
+        earlier than the hub."""
+
+    def end(self, *, in_order: bool, is_fenced: bool) -> None:
+        """End whatever is left. `in_order`: all agents have ended by themselves. `is_fenced`: a newer start owns the
+        run."""
+
+
+class CommandAgents:
+    """A command that runs an agent on every node (srun), or only on this node."""
+
+    def __init__(self, job: Job, generation: int):
+        environment = {**os.environ, **job.environment}
+        del environment[LAUNCH_ID]  # the guard must not end the agents
+        with job.torchrun_log.open("ab") as log:
+            self._process = subprocess.Popen(
+                (*job.command, str(job.root), str(generation)),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that Ctrl-C on a terminal reaches only the supervisor
+            )
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def take_losses(self) -> list[tuple[int, str]]:
+        return []  # srun only exits once all agents have
+
+    def end(self, *, in_order: bool, is_fenced: bool) -> None:
+        """Agents without work exit by themselves, so srun is given time to exit. On SIGTERM, srun asks Slurm to end a
+        job step by number, and that number may already belong to a newer start."""
+        signals = (signal.SIGKILL,) if is_fenced else (signal.SIGTERM, signal.SIGKILL)
+        for number in (None, *signals) if in_order else signals:
+            if self._process.poll() is not None:
+                return
+            if number is not None:
+                os.killpg(self._process.pid, number)
+            try:
+                self._process.wait(DRAIN_S)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+class AgentThread(threading.Thread):
+    """The agent of the supervisor's own node, in a thread of its process: it then lasts from one generation to the
+    next, and with it the node's standby."""
+
+    def __init__(self, serve: Callable[[RunDir, int], int], job: Job, generation: int):
+        """`serve` takes the run and the generation, and returns the agent's exit code."""
+        super().__init__(name="agent", daemon=True)
+        self._serve = partial(serve, job.run, generation)
+        self._log = job.torchrun_log
+        self._exit_code: int | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._exit_code = self._serve()
+        except Exception as error:
+            self._log.write_text("".join(traceback.format_exception(error)))
+            self._exit_code = error.exit_code if isinstance(error, TrainspecError) else 1
+
+    def poll(self) -> int | None:
+        return self._exit_code
+
+    def take_losses(self) -> list[tuple[int, str]]:
+        return []
+
+    def end(self, *, in_order: bool, is_fenced: bool) -> None:
+        self.join(2 * DRAIN_S)
+
+
 @dataclass(frozen=True)
 class Reach:
     """How this process reaches the nodes of a job."""
@@ -91,11 +172,10 @@ class Reach:
     lost: tuple[tuple[int, str], ...] = ()
     """The nodes that were lost with the first node from which this one takes over the run, and their hostnames, if
     known."""
-    serve: Callable[[RunDir, int], int] | None = None
-    """If given, this process runs the agent of this node itself, in a thread, instead of the command: it then lasts
-    from one generation to the next, and with it the node's standby. Returns the agent's exit code."""
     replacements: Replacements | None = None
     """None if users start lost nodes again themselves."""
+    open_agents: Callable[[Job, int], Agents] = CommandAgents
+    """Starts the agents for a generation of the job; by default with the command `start`."""
 
 
 def agent_command(node: int | None = None) -> tuple[str, ...]:
@@ -219,33 +299,6 @@ RECIPE_JOBS = RecipeJobs()
 JOB_KINDS: Point[JobKind] = Point("job_kinds")
 
 
-class AgentThread(threading.Thread):
-    """The agent of the supervisor's own node, with the part of the interface of `subprocess.Popen` that is needed."""
-
-    def __init__(self, serve: Callable[[], int], log: Path):
-        super().__init__(name="agent", daemon=True)
-        self._serve = serve
-        self._log = log
-        self.returncode: int | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.returncode = self._serve()
-        except Exception as error:
-            self._log.write_text("".join(traceback.format_exception(error)))
-            self.returncode = error.exit_code if isinstance(error, TrainspecError) else 1
-
-    def poll(self) -> int | None:
-        return self.returncode
-
-    def wait(self, timeout: float) -> None:
-        """Raises subprocess.TimeoutExpired."""
-        self.join(timeout)
-        if self.is_alive():
-            raise subprocess.TimeoutExpired(self.name, timeout)
-
-
 class NodesBackend:
     def __init__(
         self,
@@ -300,7 +353,7 @@ class NodesBackend:
         # If this process is killed, the groups still need the rendezvous server to agree on their last step. After
         # that, a guard ends it.
         self._guarded = (start_guard(job), Family(job)) if self._num_groups > 1 else None
-        self._starter = self._start_agents()
+        self._agents = reach.open_agents(job, self.generation)
         self._starts: dict[int, RunningStart] = {}
         self._presence: dict[int, run_state.Presence] = {}
         self._hostnames: tuple[str, ...] = ()
@@ -319,11 +372,14 @@ class NodesBackend:
         """Return the new events. Raises MachineError if a node is unfit from the start, and WorkerError if the run was
         restarted elsewhere."""
         self._fence.check_now_and_then()
-        events = [event for news in self._hub.poll() for event in self._handle(news)]
+        heard = self._hub.poll()
+        for number, why in self._agents.take_losses():
+            heard += self._hub.lose(self._place(number), why)
+        events = [event for news in heard for event in self._handle(news)]
         events += self._admit()
-        if not self._agents_failed and not any(node.wire for node in self._hub.nodes) and self._starter.poll():
+        if not self._agents_failed and not any(node.wire for node in self._hub.nodes) and (code := self._agents.poll()):
             self._agents_failed = True
-            events.append(run_state.AgentsFailed(self._starter.returncode))
+            events.append(run_state.AgentsFailed(code))
         for group in range(self._num_groups):
             nodes = [self._hub.nodes[node] for node in self._nodes_of(group)]
             presence: run_state.Presence = "there"
@@ -403,6 +459,9 @@ class NodesBackend:
     def _number(self, node: RemoteNode) -> int:
         """Return a node's number in the job, as shown in messages. The hub numbers nodes by place."""
         return self._places[node.node] if self._places else node.node
+
+    def _place(self, number: int) -> int:
+        return self._places.index(number) if self._places else number
 
     def _nodes_of(self, group: int) -> range:
         return self._plan.nodes_of_group(group) if self._plan else range(self._num_nodes)
@@ -511,7 +570,7 @@ class NodesBackend:
             self._hub.nodes[node].send(message)
 
     def _close(self) -> tuple[int, ...]:
-        """Make all agents end their processes, then end the command that started the agents."""
+        """Make all agents end their processes, then end whatever has started the agents."""
         self._hub.send(messages.EndAgent())
         deadline_s = time.monotonic() + END_TIMEOUT_S
         while time.monotonic() < deadline_s and any(node.is_connected for node in self._hub.nodes):
@@ -523,41 +582,10 @@ class NodesBackend:
         self._hub.close()
         if self._rendezvous:
             self._rendezvous.close()
-        self._end_starter(in_order=in_order)
+        self._agents.end(in_order=in_order, is_fenced=self._fence.is_closed())
         if self._replacements:
             self._replacements.close()
         return close_family(self._guarded[1], self._guarded[0]) if self._guarded else ()
-
-    def _start_agents(self) -> subprocess.Popen[bytes] | AgentThread:
-        job = self._job
-        if self._reach.serve:
-            return AgentThread(partial(self._reach.serve, job.run, self.generation), job.torchrun_log)
-        environment = {**os.environ, **job.environment}
-        del environment[LAUNCH_ID]  # the guard must not end the agents
-        with job.torchrun_log.open("ab") as log:
-            return subprocess.Popen(
-                (*job.command, str(job.root), str(self.generation)),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that Ctrl-C on a terminal reaches only the supervisor
-            )
-
-    def _end_starter(self, *, in_order: bool) -> None:
-        """End the command that started the agents. Agents without work exit by themselves, so srun is given time to
-        exit. On SIGTERM, srun asks Slurm to end a job step by number, and that number may already belong to a newer
-        start."""
-        signals = (signal.SIGKILL,) if self._fence.is_closed() else (signal.SIGTERM, signal.SIGKILL)
-        for number in (None, *signals) if in_order else signals:
-            if self._starter.poll() is not None:
-                return
-            if number is not None and isinstance(self._starter, subprocess.Popen):
-                os.killpg(self._starter.pid, number)
-            try:
-                self._starter.wait(DRAIN_S)
-            except subprocess.TimeoutExpired:
-                continue
 
 
 def run_section(plan: Plan | None) -> RunSection:
