@@ -196,7 +196,8 @@ def join(
                         # The node with the lowest number is the first to take over.
                         lost_in = generations.read(run, generation)
                         deadline += node * TURN_S
-                        lost = lost_in and LostSupervisor(run, lost_in, node, locks_are_seen=locks_are_seen)
+                        if lost_in:
+                            lost = LostSupervisor(run, lost_in, node, locks_are_seen=locks_are_seen)
                     else:
                         deadline = gives_up_at
             except MachineError as error:  # perhaps from an earlier start whose first node is gone
