@@ -266,7 +266,8 @@ def join(
                     lost_in = generations.read(run, generation)
                     spoken = spoken_bytes(run)
                     deadline += node * TURN_S
-                    lost = lost_in and LostSupervisor(run, lost_in, node, locks_are_seen=locks_are_seen)
+                    if lost_in is not None:
+                        lost = LostSupervisor(run, lost_in, node, locks_are_seen=locks_are_seen)
                     limit = format_duration(deadline - time.monotonic())
                     tell(f"takes over, unless the first node or another one starts the run within {limit}")
                 elif response == "wait":

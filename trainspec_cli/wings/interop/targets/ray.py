@@ -31,7 +31,7 @@ RESERVED = "derived.reserved_nodes"
 """Number of nodes, including the spare ones."""
 
 
-class _Yaml(yaml.SafeDumper):
+class _Yaml(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
     """Writes scripts as blocks, and values that occur twice in full."""
 
     def ignore_aliases(self, data: object) -> bool:
