@@ -180,6 +180,11 @@ def _name(number: int) -> str:
     return f"{PREFIX}-{number}"
 
 
+def node_processes(number: int) -> list[int]:
+    """Return the ids of all processes on a host."""
+    return _pids(_name(number))
+
+
 def _pids(namespace: str) -> list[int]:
     return [int(pid) for pid in run("ip", "netns", "pids", namespace).split()]
 

@@ -55,12 +55,14 @@ from trainspec_cli.engine.checkpoint.memory import (
     plan_image,
     view_bytes,
 )
+from trainspec_cli.engine.checkpoint.nodes import NodeDisks
 from trainspec_cli.engine.comm.json_collectives import agree_on_error, broadcast_json, errors_together, gather_json
 from trainspec_cli.engine.cuda_only import pin, unpin
 from trainspec_cli.engine.digest import NOT_FINITE, count_not_finite, elapsed_s, is_finite, mark, wait_for
 from trainspec_cli.engine.nf4 import Nf4, shapes_of
 from trainspec_cli.engine.shares import names_of, restore, split_quantised
 from trainspec_cli.recipe.records import convert
+from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import Fence
 from trainspec_cli.run.folder.paths import RunDir
 
@@ -89,9 +91,17 @@ class Saver:
     """Saves one rank's part. All ranks make the same calls in the same order."""
 
     def __init__(
-        self, run_dir: RunDir, held: Held, device: torch.device, keep_last: int, memory: CopyLocation | None = None
+        self,
+        run_dir: RunDir,
+        held: Held,
+        device: torch.device,
+        keep_last: int,
+        memory: CopyLocation | None = None,
+        disks: NodeDisks | None = None,
     ):
-        """Create a saver. `memory`: the location of copies in the nodes' memory; None if no copies are kept."""
+        """Create a saver. `memory`: the location of copies in the nodes' memory; None if no copies are kept. `disks`:
+        the disks of nodes that do not share the run folder."""
+        self._disks = disks
         self._run_dir = run_dir
         self._held = held
         self._device = device
@@ -206,20 +216,23 @@ class Saver:
         error = None
         size = 0
         host_work(self._device, "write")
+        write_report = self._disks.write_report if self._disks else write_json
         try:
             partial.mkdir(parents=True, exist_ok=True)
             digest = files.write_file(partial / name, stream)
-            files.leave_part(partial, self._rank, WrittenPart(digest, self._image.entries(name)))
+            if self._disks:
+                self._disks.copy(partial / name)
+            files.leave_part(partial, self._rank, WrittenPart(digest, self._image.entries(name)), write_report)
             size = digest.bytes
         except OSError as failure:
-            files.leave_failure(partial, self._rank, failure)
+            files.leave_failure(partial, self._rank, failure, write_report)
             error = files.cannot_save(about.step, [f"rank {self._rank}: {failure.strerror or failure}"])
         if (
             self._rank == 0 and partial.is_dir()
         ):  # without the folder, no rank can report anything, not even this failure
             try:
                 kept = (self._keep_last, self.kept_step)
-                size = files.commit(self._run_dir, partial, about, self._world_size, *kept).bytes
+                size = files.commit(self._run_dir, partial, about, self._world_size, *kept, disks=self._disks).bytes
             except MachineError as failure:
                 error = failure
         return Saved(about, size, blocked_s, time.perf_counter() - started, error)
@@ -300,10 +313,14 @@ class Restored:
 
 
 def load_newest(
-    run_dir: RunDir, held: Held, device: torch.device, memory: CopyLocation | None = None
+    run_dir: RunDir,
+    held: Held,
+    device: torch.device,
+    memory: CopyLocation | None = None,
+    disks: NodeDisks | None = None,
 ) -> Restored | None:
     """Restore the newest complete checkpoint from disk or (`memory`) from the nodes' memory; None if no checkpoint
-    exists.
+    exists. `disks`: the disks of nodes that do not share the run folder, which have agreed on the newest checkpoint.
 
     Called collectively by all ranks. Raises MachineError if the checkpoint was altered.
     """
@@ -314,15 +331,19 @@ def load_newest(
         fetch(memory, found, files_needed(found.manifest, parts))
         _restore(found.folder, found.manifest, parts, held, device)
         return Restored(found.manifest, found.folder, found.slot, len(_kept_feedback(found.manifest, held)))
-    return _load(run_dir.checkpoint(newest), held, device) if newest >= 0 else None
+    return _load(run_dir.checkpoint(newest), held, device, disks) if newest >= 0 else None
 
 
-def _load(folder: Path, held: Held, device: torch.device) -> Restored:
+def _load(folder: Path, held: Held, device: torch.device, disks: NodeDisks | None = None) -> Restored:
     """Divide the files among the ranks for verification, and restore the state once all files have passed."""
     with errors_together():
         manifest = read_manifest(folder)
-        verify_files(folder, manifest.files[dist.get_rank() :: dist.get_world_size()])
-    _restore(folder, manifest, _parts(manifest, held, device), held, device)
+        if disks is None:
+            verify_files(folder, manifest.files[dist.get_rank() :: dist.get_world_size()])
+    parts = _parts(manifest, held, device)
+    if disks:
+        disks.fetch(manifest, files_needed(manifest, parts))
+    _restore(folder, manifest, parts, held, device)
     return Restored(manifest, folder, feedback=len(_kept_feedback(manifest, held)))
 
 

@@ -82,7 +82,8 @@ class Checkpoints:
         state = self._run.state
         if self._made is None or self._made[0] is not state:
             before = self._made
-            saver = Saver(self._run.run_dir, state.held, state.device, self._spec.keep_last, self._memory)
+            keep_last = self._spec.keep_last
+            saver = Saver(self._run.run_dir, state.held, state.device, keep_last, self._memory, self._run.disks)
             self._made = state, saver
             if before is not None:
                 saver.slot = before[1].slot
@@ -93,7 +94,7 @@ class Checkpoints:
     def resume(self) -> Restored | None:
         """Restore the newest complete checkpoint; None if no checkpoint exists."""
         state = self._run.state
-        restored = load_newest(self._run.run_dir, state.held, state.device, self._memory)
+        restored = load_newest(self._run.run_dir, state.held, state.device, self._memory, self._run.disks)
         if restored:
             if len(state.compression.feedbacks) > restored.feedback:
                 lost = "the checkpoint has no compression errors for this layout: error feedback starts from zero"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.checkpoint.nodes import NodeDisks
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.recipe.records import ABSENT, Absent
@@ -32,6 +33,8 @@ class TrainingRun:
     """The number of this replica group, if there are several."""
     supervisor: SupervisorConnection = field(default_factory=SupervisorConnection)
     """The default has no address, so no messages arrive."""
+    disks: NodeDisks | None = None
+    """The disks of nodes that do not share the run folder; None if all nodes share it."""
 
     @property
     def group_field(self) -> int | Absent:

@@ -142,7 +142,7 @@ def command_to_resume(run: RunDir) -> str:
     if start is None or start.own or len(start.nodes) < 2:
         return command
     nodes = f"--nnodes {read_plan_of_all_nodes(run).num_nodes} --node-rank I"
-    endpoint = start.rendezvous.get(RENDEZVOUS, "HOST:PORT")
+    endpoint = start.folder or start.rendezvous.get(RENDEZVOUS, "HOST:PORT")
     return f"{command} {nodes} --rdzv-endpoint {endpoint} (on each node; I is its number)"
 
 

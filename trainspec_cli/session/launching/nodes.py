@@ -6,10 +6,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainspec_cli.core.environment_names import NODES_SECRET
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, WorkerError
 from trainspec_cli.core.node import check_tree
 from trainspec_cli.core.printable import format_duration
@@ -20,6 +21,8 @@ from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.run.backend.nodes.agent import CUT_OFF, run_agent
 from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, agent_command
+from trainspec_cli.run.backend.nodes.mirror import Mirror, mirrored
+from trainspec_cli.run.channel.folders import nodes_secret
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
@@ -71,6 +74,12 @@ class NodeOptions:
             raise RecipeError(Problem("missing_value", message, "run.dir", hint))
         return reach
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Return the host and port that the user has named, as checked by `reach`."""
+        host, _, port = str(self.endpoint).rpartition(":")
+        return host, int(port)
+
     def reach_at(self, endpoint: str, nodes: int, spares: int, hint: str, join_timeout_s: float) -> Reach:
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 2**16:
@@ -117,24 +126,31 @@ class Joined:
 
 def join(
     run_dir: str,
-    node: int,
+    nodes: NodeOptions,
     console: RunConsole,
     *,
     wait_s: float = RunSection.join_timeout_s,
     joined: Joined = Joined(),
 ) -> int:
-    """Join a run started by the first node, as node `node`; return the run's exit code.
+    """Join a run started by the first node; return the run's exit code. A node that does not share the run folder gets
+    its own copy, if it knows the nodes' secret.
 
     Joins every start by the first node until the run has a result. If the first node is lost, one of the others takes
     over, and the rest join its starts. Raises MachineError if no first node starts within `wait_s`, or if other users
     can write to the run folder."""
     run = RunDir(Path(run_dir).absolute())
+    secret = nodes_secret() if nodes.endpoint else None
+    with mirrored(run, nodes.node_rank, nodes.address, secret, console.report) if secret else nullcontext() as mirror:
+        return _join(run, nodes.node_rank, console, mirror, wait_s=wait_s, joined=joined)
+
+
+def _join(run: RunDir, node: int, console: RunConsole, mirror: Mirror | None, *, wait_s: float, joined: Joined) -> int:
     served = 0
     deadline = time.monotonic() + wait_s
     # The error for a missing first node; its hint uses the terminology of `trainspec launch`, `run`, or srun.
     message = f"no first node was found in {run.root} within {wait_s:g} s"
     first = "see what task 0 of srun printed" if joined.of_slurm else "also start the first node: --node-rank 0"
-    same = f"{joined.folder} must be the same folder, on a file system that all nodes share"
+    same = f"{joined.folder} must be the same folder, on a file system that all nodes share (or set {NODES_SECRET})"
     hint = f"{first}; {same}; increase {joined.join_key} to wait longer"
     refusal = MachineError(Problem("no_first_host", message, hint=hint, environment=True))
     where = f"in {run.root}" if run.root.is_dir() else f"to create {run.root}, which does not exist on this node yet"
@@ -144,6 +160,8 @@ def join(
     tried = 0
     lost_in: GenerationRecord | None = None
     while not (served and run.result_json.is_file()):
+        if mirror:
+            mirror.check()
         if time.monotonic() > deadline:
             is_newest = generations.newest(run) in (served, tried)
             if lost_in is None or joined.take_over is None or (is_newest and time.monotonic() > gives_up_at):
@@ -162,6 +180,8 @@ def join(
                         record: GenerationRecord, shown: ExitStack = shown, is_first: bool = generation > tried
                     ) -> None:
                         joined.check(run, record)
+                        if mirror:
+                            mirror.prepare(record)
                         if not is_first:
                             return
                         logs = Path(record.logs) / f"node{record.place_of(node):05d}"
@@ -173,7 +193,8 @@ def join(
                 served = generation
                 gives_up_at = deadline = time.monotonic() + RESULT_TIMEOUT_S
                 lost_in = None
-                resilience = read_plan(run).spec.resilience if code == CUT_OFF and joined.take_over else None
+                may_take_over = joined.take_over and not (mirror and mirror.has_own_copy)
+                resilience = read_plan(run).spec.resilience if code == CUT_OFF and may_take_over else None
                 if resilience and resilience.survives_lost_nodes:
                     gives_up_at = deadline + wait_s
                     if resilience.survives_first_node:
