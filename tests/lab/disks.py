@@ -22,7 +22,6 @@ class Disks:
         self.secret.touch(0o600)
         self.secret.write_bytes(os.urandom(32))
         self._environment = environment | {"TRAINSPEC_NODES_SECRET": str(self.secret)}
-        self._sizes: dict[int, str] = {}
         for number in hosts.numbers:
             self.of(number).mkdir()
 

@@ -10,9 +10,11 @@ the other copy."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +40,11 @@ from trainspec_cli.run.folder.files import write_json, write_text
 from trainspec_cli.run.folder.paths import CHECKPOINTS, RunDir
 
 HERE = f"{RUN}/{CHECKPOINTS}"
+REGISTER_S = 30.0
+"""A node whose connection to the first node was lost restores it within this many seconds."""
+POLL_S = 0.2
+SILENT_S = 5.0
+"""A spare that has been silent for longer gets no copies of checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +77,16 @@ class FoundCheckpoint:
 class NodeDisks:
     """The disks of the nodes that take part in this start, and of connected spares. All ranks create it together."""
 
-    def __init__(self, run_dir: RunDir, secret: bytes, disks: Sequence[Disk]):
+    def __init__(self, run_dir: RunDir, secret: bytes, disks: Sequence[Disk], nodes: Sequence[int | None]):
+        """`nodes`: the node of each rank's disk."""
         self._run_dir = run_dir
         self._secret = secret
         self._disks = disks
-        node = int(os.environ.get(NODE, "0"))
-        self._own = next((number for number, disk in enumerate(disks) if disk.node == node), 0)
-        """The number of this rank's disk."""
-        self._of_ranks = gather_json(self._own, lambda number: convert(int, number))
+        numbers = {disk.node: number for number, disk in enumerate(disks)}
+        self._of_ranks = [numbers[node] for node in nodes]
         """The number of each rank's disk."""
+        self._own = self._of_ranks[dist.get_rank()]
+        self._lost: set[Disk] = set()
         self._found = FoundCheckpoint(-1)
 
     @staticmethod
@@ -92,12 +100,19 @@ class NodeDisks:
             return None
         host, _, port = record.folder.rpartition(":")
         disks = [Disk(None, host, int(port))]
+        node: int | None = int(os.environ[NODE])
+        with errors_together(), _refusing_lost(disks[0]), RemoteFolder((host, int(port)), secret) as first:
+            if first.shares(run_dir.root):
+                node = None
+        nodes = gather_json(node, lambda number: convert(int | None, number))
+        if not any(node is not None for node in nodes):
+            return None
         with errors_together(), _refusing_lost(disks[0]):
             if dist.get_rank() == 0:
                 with RemoteFolder((host, int(port)), secret) as first:
-                    disks += [Disk(one.node, one.host, one.port) for one in first.nodes()]
+                    disks += _await_registered(first, {node for node in nodes if node is not None})
         plain = broadcast_json([asdict(disk) for disk in disks], lambda rows: [read_record(Disk, row) for row in rows])
-        return NodeDisks(run_dir, secret, plain) if len(plain) > 1 else None
+        return NodeDisks(run_dir, secret, plain, nodes)
 
     # Save
 
@@ -134,7 +149,7 @@ class NodeDisks:
         OSError if a disk is full."""
         manifest = (partial / MANIFEST).read_bytes()
         for disk in self._others():
-            with suppress(ConnectionError, TimeoutError), self._open(disk) as folder:
+            with suppress(ConnectionError), self._open(disk) as folder:
                 folder.put(self._remote(partial / MANIFEST), manifest)
                 folder.finish(self._remote(partial), self._remote(final))
         for disk in self._others():
@@ -206,7 +221,7 @@ class NodeDisks:
                     return
                 why = f"the copy of {disk.name} is damaged"
                 partial.unlink()
-            except (ConnectionError, TimeoutError) as error:
+            except ConnectionError as error:
                 why = f"{disk.name} cannot be reached: {error}"
             except OSError as error:
                 raise refused(folder, f"{place} cannot be written: {error.strerror}", "free some space") from error
@@ -268,7 +283,14 @@ class NodeDisks:
         return (disk for number, disk in enumerate(self._disks) if number != self._own)
 
     def _open(self, disk: Disk) -> RemoteFolder:
-        return RemoteFolder((disk.host, disk.port), self._secret)
+        """Connect to a disk's node. Raises ConnectionError; after the first time, at once."""
+        if disk in self._lost:
+            raise ConnectionAbortedError(errno.EHOSTUNREACH, "its node was lost")
+        try:
+            return RemoteFolder((disk.host, disk.port), self._secret)
+        except ConnectionError:
+            self._lost.add(disk)
+            raise
 
     def _remote(self, path: Path) -> str:
         return f"{RUN}/{path.relative_to(self._run_dir.root)}"
@@ -278,6 +300,20 @@ def _step_of(name: str) -> int:
     """Return the step of a complete checkpoint's folder, or -1."""
     digits = name.removeprefix("step_")
     return int(digits) if name.startswith("step_") and digits.isdigit() else -1
+
+
+def _await_registered(first: RemoteFolder, nodes: Set[int]) -> list[Disk]:
+    """Return the disks of these nodes and of connected spares. Raises ConnectionError if one of the nodes has lost its
+    connection to the first node, and does not restore it."""
+    deadline = time.monotonic() + REGISTER_S
+    while True:
+        found = [one for one in first.nodes() if one.node in nodes or one.silent_s < SILENT_S]
+        if missing := nodes - {one.node for one in found}:
+            if time.monotonic() > deadline:
+                raise ConnectionAbortedError(errno.EHOSTUNREACH, f"node {min(missing)} is not connected to it")
+            time.sleep(POLL_S)
+            continue
+        return [Disk(one.node, one.host, one.port) for one in found]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Self, TypeVar
 
@@ -92,6 +92,8 @@ class NodeAddress:
     node: int
     host: str
     port: int
+    silent_s: float = 0.0
+    """Time since its last request to the first node; it makes several per second."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,8 @@ class _Client:
     host: str
     lists: int = 0
     """Number of times that it has listed the run folder."""
+    heard_s: float = 0.0
+    """Monotonic time of its last request."""
     body: int = 0
     """Number of bytes of the current request that have not been read yet."""
 
@@ -221,8 +225,10 @@ class FolderServer:
     @property
     def nodes(self) -> tuple[NodeAddress, ...]:
         """Return the registered nodes, by number."""
+        now_s = time.monotonic()
         with self._lock:
-            return tuple(self._registered[node].address for node in sorted(self._registered))
+            by_node = sorted(self._registered.items())
+            return tuple(replace(one.address, silent_s=now_s - one.client.heard_s) for _, one in by_node)
 
     def close(self) -> None:
         """Let the registered nodes copy the newest files, then close all connections."""
@@ -273,6 +279,7 @@ class FolderServer:
         try:
             while True:
                 request = client.connection.receive(Request)
+                client.heard_s = time.monotonic()
                 client.body = request.size if request.kind == "write" else 0
                 try:
                     reply = self.operations[request.kind](client, request)
@@ -422,12 +429,25 @@ def remove(place: Path) -> None:
         place.unlink(missing_ok=True)
 
 
+@contextmanager
+def _naming_loss() -> Iterator[None]:
+    """Raise a ConnectionError for all errors of a connection, such as a timeout or a missing route."""
+    try:
+        yield
+    except ConnectionError:
+        raise
+    except (OSError, ValueError) as error:  # a closed connection's reader raises ValueError
+        number = getattr(error, "errno", None) or errno.ECONNRESET
+        raise ConnectionAbortedError(number, getattr(error, "strerror", None) or str(error)) from error
+
+
 class RemoteFolder:
-    """A client of another node's `FolderServer`. Raises OSError: ConnectionError or TimeoutError if the node cannot be
-    reached, otherwise with the error number of that node's system. One thread uses it at a time."""
+    """A client of another node's `FolderServer`. Raises ConnectionError if the node cannot be reached, otherwise
+    OSError with the error number of that node's system. One thread uses it at a time."""
 
     def __init__(self, address: tuple[str, int], secret: bytes):
-        self._connection = _Connection(connect(address, secret, PURPOSE))
+        with _naming_loss():
+            self._connection = _Connection(connect(address, secret, PURPOSE))
         self._connection.socket.settimeout(SILENCE_S)
 
     def __enter__(self) -> Self:
@@ -465,7 +485,13 @@ class RemoteFolder:
     def pieces(self, path: str, offset: int = 0, size: int = WHOLE) -> Iterator[bytes]:
         """Yield the bytes of a file from `offset` on."""
         reply = self._ask(Request("read", path, offset=offset, size=size))
-        yield from self._connection.pieces(reply.size)
+        pieces = self._connection.pieces(reply.size)
+        while True:
+            with _naming_loss():
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield piece
 
     def append(self, path: str, content: bytes) -> int:
         """Return the file's new size."""
@@ -494,14 +520,15 @@ class RemoteFolder:
         self._ask(Request("remove", path))
 
     def _ask(self, request: Request, send_content: Callable[[], None] = lambda: None) -> Reply:
-        try:
-            self._connection.send(request)
-            send_content()
-            self._connection.socket.settimeout(REPLY_S if request.kind in ("finish", "remove") else SILENCE_S)
-            reply = self._connection.receive(Reply)
-        except (OSError, ValueError):  # the rest of an answer must not be taken for the next one
-            self._connection.close()
-            raise
+        with _naming_loss():
+            try:
+                self._connection.send(request)
+                send_content()
+                self._connection.socket.settimeout(REPLY_S if request.kind in ("finish", "remove") else SILENCE_S)
+                reply = self._connection.receive(Reply)
+            except (OSError, ValueError):  # the rest of an answer must not be taken for the next one
+                self._connection.close()
+                raise
         if reply.errno:
             raise OSError(reply.errno, os.strerror(reply.errno), request.path)
         return reply

@@ -57,6 +57,8 @@ class _Known:
     """Size and modification time in microseconds; None if it is missing."""
     remote: tuple[int, int] | None
     """None if it is unknown: this node has changed the file, and does not want its own change back."""
+    is_own: bool = False
+    """True once this node's processes have written to the file since it was last copied from the first node."""
 
 
 class Mirror:
@@ -123,7 +125,7 @@ class Mirror:
                         self._send(first, skip=is_new)
                         self._fetch(first, is_first=is_new)
                         is_new = False
-            except (ConnectionError, TimeoutError):
+            except ConnectionError:
                 pass  # the first node has not started yet, or has ended
             except TrainspecError as error:
                 self._error = error
@@ -165,7 +167,7 @@ class Mirror:
                     with suppress(FileNotFoundError):
                         content = (self._run.root / entry.path).read_bytes()
                         first.put(f"{RUN}/{entry.path}", content, entry.mtime_us)
-                self._known[entry.path] = _Known(signature, None)
+                self._known[entry.path] = _Known(signature, None, is_own=True)
 
     def _append(self, first: RemoteFolder, entry: Entry, begin: int) -> int:
         """Append what this node's processes have appended to a file; return how far it has been copied. Both nodes may
@@ -187,9 +189,11 @@ class Mirror:
             entry = theirs[path]
             signature = (entry.size, entry.mtime_us)
             known = self._known.setdefault(path, _Known(None, (-1, -1)))
-            # Before a new start, this node also needs the lines that others have written to the files of its ranks.
-            is_own = known.remote is None and not (is_new_start and path.endswith(".jsonl"))
-            if not is_own and known.remote != signature:
+            # Processes that append to a file have it open, so it is not replaced under them. Before a new start, this
+            # node also needs the lines that others have written to it.
+            is_open = known.is_own and path.endswith(".jsonl")
+            has_changed = known.remote not in (None, signature) and not is_open
+            if has_changed or (is_open and is_new_start):
                 with suppress(FileNotFoundError):  # removed since it was listed
                     self._copy(first, entry, known)
             known.remote = signature
@@ -223,6 +227,7 @@ class Mirror:
             finally:
                 partial.unlink(missing_ok=True)
         known.local = (place.stat().st_size, entry.mtime_us)
+        known.is_own = False
 
 
 def copy_folder(remote: RemoteFolder, path: str, folder: Path) -> int:
