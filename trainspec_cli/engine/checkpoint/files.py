@@ -136,6 +136,7 @@ def commit(
         final = run_dir.checkpoint(about.step)
         if disks:
             disks.publish(partial, final, keep_last, kept_step)
+            shutil.rmtree(final, ignore_errors=True)  # what is left of one that was not complete
         partial.rename(final)
         _sync_folder(final.parent)
         for step in run_dir.checkpoint_steps()[:-keep_last]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence, Set
@@ -169,23 +170,34 @@ class NodeDisks:
 
     # Restore
 
-    def agree_on_newest(self) -> None:
-        """Make the newest complete checkpoint the newest one in every node's folder, with its manifest but perhaps
-        without its files, and remove newer ones that are not complete. Called collectively by all ranks."""
+    @property
+    def newest_step(self) -> int:
+        """Return the step of the newest complete checkpoint, as found by `agree_on_newest`; -1 if there is none."""
+        return self._found.step
+
+    def agree_on_newest(self, *, remove_newer: bool = False) -> None:
+        """Put the manifest of the newest complete checkpoint into every node's folder. `remove_newer`: remove what
+        newer ones have left there, which only a run that restarts as a whole may do. Called collectively by all
+        ranks."""
         found = self._find() if dist.get_rank() == 0 else None
         self._found = broadcast_json(found and asdict(found), lambda content: read_record(FoundCheckpoint, content))
         if self._of_ranks.index(self._own) == dist.get_rank():  # one rank for each disk
             for step in self._run_dir.checkpoint_steps():
-                if step > self._found.step:
+                if remove_newer and step > self._found.step:
                     shutil.rmtree(self._run_dir.checkpoint(step))
             manifest = self._run_dir.manifest(self._found.step) if self._found.step >= 0 else None
             if manifest and not (manifest.is_file() and manifest.read_text() == self._found.manifest):
-                remove(manifest.parent)
-                partial = manifest.parent.with_name(f".{manifest.parent.name}.fetched.partial")
-                remove(partial)
+                partial = manifest.parent.with_name(f".{manifest.parent.name}.{secrets.token_hex(4)}.partial")
                 write_text(partial / MANIFEST, self._found.manifest)
                 finish(partial, manifest.parent)
         dist.barrier()
+
+    def collect(self) -> None:
+        """Fetch all files of the newest checkpoint to the first node, where `export` reads them. Called collectively by
+        all ranks. Raises the same errors as `fetch`."""
+        self.agree_on_newest()
+        manifest = read_manifest(self._run_dir.checkpoint(self._found.step))
+        self.fetch(manifest, set() if self._own else {file.name for file in manifest.files})
 
     def fetch(self, manifest: CheckpointManifest, needed: set[str]) -> None:
         """Fetch and verify the files that this node's ranks read; the node's ranks share the work. Called collectively
@@ -250,7 +262,7 @@ class NodeDisks:
 
     def _holders(self, step: int, text: str, sizes: dict[int, dict[str, int]]) -> dict[str, tuple[int, ...]] | None:
         """Return the disks that have each file of a manifest; None if one is missing or the manifest is damaged."""
-        partial = self._run_dir.checkpoint(step).with_name(".examined.partial")
+        partial = self._run_dir.checkpoint(step).with_name(f".{secrets.token_hex(4)}.partial")
         try:
             write_text(partial / MANIFEST, text)
             files = read_manifest(partial).files

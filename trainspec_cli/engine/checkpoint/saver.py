@@ -324,7 +324,7 @@ def load_newest(
 
     Called collectively by all ranks. Raises MachineError if the checkpoint was altered.
     """
-    newest = max(run_dir.checkpoint_steps(), default=-1)
+    newest = disks.newest_step if disks else max(run_dir.checkpoint_steps(), default=-1)
     found = find_newest(memory) if memory else None
     if memory and found and found.manifest.step > newest:
         parts = _parts(found.manifest, held, device)

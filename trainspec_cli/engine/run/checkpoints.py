@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.balance.batch.batch import BatchPace
+from trainspec_cli.core.errors import MachineError
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.memory import CopyLocation, clear
@@ -215,6 +216,15 @@ class Checkpoints:
         self._saver.close()
         if self._memory:
             clear(self._memory)
+
+    def collect_last(self) -> None:
+        """After a finished run on nodes that share no disk: copy the last checkpoint to the first node. It is complete
+        without this, so a failure is only a warning."""
+        if self._run.disks:
+            try:
+                self._run.disks.collect()
+            except MachineError as error:
+                self._warn(self._saved_step, f"the last checkpoint is not complete on the first node: {error}")
 
     def _about(self, step: int, samples: int) -> About:
         return About(step, samples, self._run.plan.spec.train.seed, self._run.recipe_digest, self._pace())

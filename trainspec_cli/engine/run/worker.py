@@ -47,8 +47,8 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     state = build_train_state(plan, device)
     disks = NodeDisks.of_worker(run_dir)
     if disks:
-        disks.agree_on_newest()
-    if not run_dir.checkpoint_steps():
+        disks.agree_on_newest(remove_newer=group is None)
+    if disks.newest_step < 0 if disks else not run_dir.checkpoint_steps():
         load_initial(plan, state)
     journal = Journal(run_dir, dist.get_rank(), plan.spec, group)
     run = TrainingRun(plan, state, run_dir, digest, stop, journal, group, supervisor, disks)

@@ -34,6 +34,7 @@ from trainspec_cli.run.folder.paths import CHECKPOINTS, RunDir
 from trainspec_cli.run.folder.record import read_data_dir
 
 PURPOSE = "folder"
+MARK = ".shared_"
 RUN, DATA = "run", "data"
 """The first part of every path: the run folder, or the folder of the run's prepared data."""
 PIECE_BYTES = 2**20
@@ -202,9 +203,11 @@ class FolderServer:
         self._clients: list[_Client] = []
         self._registered: dict[int, _Registered] = {}
         self._unproved = threading.BoundedSemaphore(MAX_UNPROVED)
-        self._mark = f".shared_{secrets.token_hex(16)}"
+        self._mark = f"{MARK}{secrets.token_hex(16)}"
         """A file by which a node sees whether it shares the run folder with this one. Nobody has looked for its name
         before, so no network file system answers from its cache."""
+        for left in run.root.glob(f"{MARK}*"):  # by a process that was killed
+            left.unlink(missing_ok=True)
         (run.root / self._mark).touch(PRIVATE_FILE)
         self.operations: dict[str, Callable[[_Client, Request], Reply]] = {
             "mark": lambda _client, _request: Reply(mark=self._mark),
@@ -467,7 +470,7 @@ class RemoteFolder:
     def shares(self, root: Path) -> bool:
         """Return whether the run folder `root` of this node is the one that the server serves."""
         mark = self._ask(Request("mark")).mark
-        return mark.startswith(".shared_") and "/" not in mark and (root / mark).is_file()
+        return mark.startswith(MARK) and "/" not in mark and (root / mark).is_file()
 
     def register(self, node: int, port: int) -> None:
         """State that this node serves its own copy at `port`, as long as this connection is open."""

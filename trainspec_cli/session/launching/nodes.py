@@ -193,11 +193,21 @@ def _join(run: RunDir, node: int, console: RunConsole, mirror: Mirror | None, *,
                 served = generation
                 gives_up_at = deadline = time.monotonic() + RESULT_TIMEOUT_S
                 lost_in = None
-                may_take_over = joined.take_over and not (mirror and mirror.has_own_copy)
-                resilience = read_plan(run).spec.resilience if code == CUT_OFF and may_take_over else None
+                resilience = read_plan(run).spec.resilience if code == CUT_OFF and joined.take_over else None
                 if resilience and resilience.survives_lost_nodes:
                     gives_up_at = deadline + wait_s
-                    if resilience.survives_first_node:
+                    # Without a shared disk, nothing tells this node whether the first one is gone or only out of reach
+                    # and still training with others, so no node takes over by itself.
+                    if mirror and mirror.has_own_copy:
+                        deadline = gives_up_at
+                        again = kind_of(run).start_again(run)
+                        limit = format_duration(deadline - time.monotonic())
+                        console.report(
+                            f"node {node}: lost its connection to the first node; waiting for it (up to {limit})",
+                            f"if the first node is gone, end this command on each node, then choose a new first node, "
+                            f"whose address is HOST in HOST:PORT: {again}",
+                        )
+                    elif resilience.survives_first_node:
                         # The node with the lowest number is the first to take over.
                         lost_in = generations.read(run, generation)
                         deadline += node * RETRY_S

@@ -290,10 +290,10 @@ def _serving_folder(run: RunDir, reach: Reach) -> Iterator[Reach]:
     """Serve the run folder to nodes that do not share it, at the port that the user has named, if there is a secret by
     which they can prove who they are."""
     secret = nodes_secret()
-    if secret is None or reach.rendezvous_port is None:
+    if secret is None:
         yield reach
         return
-    server = FolderServer(run, secret, listen(listening_address(reach.head), reach.rendezvous_port))
+    server = FolderServer(run, secret, listen(listening_address(reach.head), reach.rendezvous_port or 0))
     try:
         yield replace(reach, folder=f"{reach.head}:{server.port}")
     finally:

@@ -80,6 +80,7 @@ class Mirror:
         self._error: TrainspecError | None = None
         self._ended = threading.Event()
         self._server: FolderServer | None = None
+        self._secret_of_start: Path | None = None
         self._thread = threading.Thread(target=self._keep_same, name="mirror", daemon=True)
         self._thread.start()
 
@@ -97,9 +98,12 @@ class Mirror:
         """Before this node joins a start: derive its secret, and copy the run's data, unless both nodes share them."""
         if not record.folder or self._server is None:
             return
-        path = self._run.secret(record.generation)
-        path.unlink(missing_ok=True)
-        generations.create_secret(path, secret_of_start(self._secret, record.launch_id, record.generation))
+        self._remove_secret()
+        self._secret_of_start = self._run.secret(record.generation)
+        self._secret_of_start.unlink(missing_ok=True)
+        generations.create_secret(
+            self._secret_of_start, secret_of_start(self._secret, record.launch_id, record.generation)
+        )
         data_dir = read_data_dir(self._run)
         if data_dir is not None and not Path(data_dir).exists():
             with RemoteFolder(self._address, self._secret) as first:
@@ -109,8 +113,14 @@ class Mirror:
     def close(self) -> None:
         self._ended.set()
         self._thread.join()
+        self._remove_secret()
         if self._server:
             self._server.close()
+
+    def _remove_secret(self) -> None:
+        """Remove the secret of the last start, whose processes have ended."""
+        if self._secret_of_start:
+            self._secret_of_start.unlink(missing_ok=True)
 
     def _keep_same(self) -> None:
         reported = ""
