@@ -46,6 +46,7 @@ SILENCE_S = 60.0
 """A connection that makes no progress for this many seconds is closed."""
 REPLY_S = 600.0
 """A server may flush this long before it answers, because it writes large files to slow disks."""
+RETRY_S = 0.2
 FAREWELL_S = 10.0
 """Maximum time for which a closing server waits until the other nodes have copied the newest files."""
 MAX_UNPROVED = 256
@@ -419,9 +420,12 @@ def finish(partial: Path, place: Path, mtime_us: int = 0) -> None:
         os.close(descriptor)
     if place != partial:
         place.parent.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
-        if partial.is_dir():
+        is_folder = partial.is_dir()
+        if is_folder:
             remove(place)
         partial.replace(place)
+        if is_folder:
+            finish(place.parent, place.parent)
 
 
 def remove(place: Path) -> None:
@@ -449,8 +453,16 @@ class RemoteFolder:
     OSError with the error number of that node's system. One thread uses it at a time."""
 
     def __init__(self, address: tuple[str, int], secret: bytes):
-        with _naming_loss():
-            self._connection = _Connection(connect(address, secret, PURPOSE))
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                with _naming_loss():
+                    self._connection = _Connection(connect(address, secret, PURPOSE))
+                break
+            except ConnectionResetError:  # too many clients are connecting at the same time
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(RETRY_S)
         self._connection.socket.settimeout(SILENCE_S)
 
     def __enter__(self) -> Self:

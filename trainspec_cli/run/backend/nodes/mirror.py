@@ -195,6 +195,14 @@ class Mirror:
         """Copy what has changed on the first node."""
         theirs = first.list(RUN)
         is_new_start = any(not (self._run.root / path).exists() for path in theirs if path.startswith(LAST))
+        for path, known in list(self._known.items()):
+            if path in theirs or not is_copied(PurePosixPath(path)):
+                continue
+            if path.split("/")[0] in OF_A_START or (known.remote is not None and not is_first):
+                (self._run.root / path).unlink(missing_ok=True)
+                del self._known[path]
+            else:
+                known.remote = None
         for path in sorted(theirs, key=lambda path: path.startswith(LAST)):
             entry = theirs[path]
             signature = (entry.size, entry.mtime_us)
@@ -207,14 +215,6 @@ class Mirror:
                 with suppress(FileNotFoundError):  # removed since it was listed
                     self._copy(first, entry, known)
             known.remote = signature
-        for path, known in list(self._known.items()):
-            if path in theirs or not is_copied(PurePosixPath(path)):
-                continue
-            if path.split("/")[0] in OF_A_START or (known.remote is not None and not is_first):
-                (self._run.root / path).unlink(missing_ok=True)
-                del self._known[path]
-            else:
-                known.remote = None
 
     def _copy(self, first: RemoteFolder, entry: Entry, known: _Known) -> None:
         """Copy a file of the first node: only its new lines, if it has grown since it was the same here."""
