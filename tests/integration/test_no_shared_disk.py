@@ -96,28 +96,6 @@ def check_losses(run: RunDir, trainspec) -> None:
         assert loss == pytest.approx(expected[step], rel=1e-3), step
 
 
-def test_every_file_is_on_two_nodes_and_the_weights_are_those_of_a_shared_folder(disks, trainspec, tmp_path):
-    said = end(launch(disks, "train.max_steps=10"))
-    assert all("copied the run's data" in one for one in said[1:])
-    run = run_on(disks, 1)
-    for step, of_first in ((5, (0, 3)), (10, (0, 1, 2, 3))):  # the last one is collected for `export`
-        assert [files_of(run_on(disks, number), step) for number in (1, 2, 3, 4)] == [
-            {f"rank{rank:05d}.safetensors" for rank in ranks} for ranks in (of_first, (0, 1), (1, 2), (2, 3))
-        ]
-    for number in (2, 3, 4):
-        other = run_on(disks, number)
-        assert other.result_json.read_text() == run.result_json.read_text()
-        assert losses(other) == losses(run)
-        node = f"node{number - 1:05d}"
-        assert list((run.logs / "launch_01" / node).rglob("stdout.log")), "its log is on the first node, too"
-    end(
-        start(disks, (1, 2, 3, 4), "launch", *RECIPE, "layout=fsdp", "train.max_steps=10", f"run.dir={tmp_path}/shared")
-    )
-    shared = RunDir(tmp_path / "shared")
-    assert (losses(run), weights(run)) == (losses(shared), weights(shared))
-    assert len(files_of(shared, 10)) == 4
-
-
 def test_a_node_dies_and_the_run_continues_from_the_copies(disks, trainspec, record_property):
     processes = launch(disks, "train.max_steps=40")
     run = run_on(disks, 1)
@@ -153,6 +131,28 @@ def test_the_other_nodes_continue_by_hand_without_the_first_one_and_with_a_damag
     said = end(start(disks, (2, 3), "resume", f"{disks.place}/run", "train.max_steps=30"), 4)
     assert "checkpoint refused" in said[0]
     assert max(losses(run)) == 20
+
+
+def test_every_file_is_on_two_nodes_and_the_weights_are_those_of_a_shared_folder(disks, trainspec, tmp_path):
+    said = end(launch(disks, "train.max_steps=10"))
+    assert all("copied the run's data" in one for one in said[1:])
+    run = run_on(disks, 1)
+    for step, of_first in ((5, (0, 3)), (10, (0, 1, 2, 3))):  # the last one is collected for `export`
+        assert [files_of(run_on(disks, number), step) for number in (1, 2, 3, 4)] == [
+            {f"rank{rank:05d}.safetensors" for rank in ranks} for ranks in (of_first, (0, 1), (1, 2), (2, 3))
+        ]
+    for number in (2, 3, 4):
+        other = run_on(disks, number)
+        assert other.result_json.read_text() == run.result_json.read_text()
+        assert losses(other) == losses(run)
+        node = f"node{number - 1:05d}"
+        assert list((run.logs / "launch_01" / node).rglob("stdout.log")), "its log is on the first node, too"
+    end(
+        start(disks, (1, 2, 3, 4), "launch", *RECIPE, "layout=fsdp", "train.max_steps=10", f"run.dir={tmp_path}/shared")
+    )
+    shared = RunDir(tmp_path / "shared")
+    assert (losses(run), weights(run)) == (losses(shared), weights(shared))
+    assert len(files_of(shared, 10)) == 4
 
 
 def test_a_full_disk_on_one_node_costs_no_earlier_checkpoint(disks):
