@@ -11,6 +11,7 @@ the other copy."""
 from __future__ import annotations
 
 import errno
+import math
 import os
 import secrets
 import shutil
@@ -43,6 +44,8 @@ from trainspec_cli.run.folder.paths import CHECKPOINTS, RunDir
 HERE = f"{RUN}/{CHECKPOINTS}"
 REGISTER_S = 30.0
 """A node whose connection to the first node was lost restores it within this many seconds."""
+LOST_S = 60.0
+"""A node that could not be reached is not tried again for this many seconds, because each try may take ten."""
 POLL_S = 0.2
 SILENT_S = 5.0
 """A spare that has been silent for longer gets no copies of checkpoints."""
@@ -87,7 +90,8 @@ class NodeDisks:
         self._of_ranks = [numbers[node] for node in nodes]
         """The number of each rank's disk."""
         self._own = self._of_ranks[dist.get_rank()]
-        self._lost: set[Disk] = set()
+        self._lost: dict[Disk, float] = {}
+        """Monotonic time of the last failed connection to a disk."""
         self._found = FoundCheckpoint(-1)
 
     @staticmethod
@@ -295,13 +299,13 @@ class NodeDisks:
         return (disk for number, disk in enumerate(self._disks) if number != self._own)
 
     def _open(self, disk: Disk) -> RemoteFolder:
-        """Connect to a disk's node. Raises ConnectionError; after the first time, at once."""
-        if disk in self._lost:
+        """Connect to a disk's node. Raises ConnectionError; within `LOST_S` after a failure, at once."""
+        if time.monotonic() - self._lost.get(disk, -math.inf) < LOST_S:
             raise ConnectionAbortedError(errno.EHOSTUNREACH, "its node was lost")
         try:
             return RemoteFolder((disk.host, disk.port), self._secret)
         except ConnectionError:
-            self._lost.add(disk)
+            self._lost[disk] = time.monotonic()
             raise
 
     def _remote(self, path: Path) -> str:
