@@ -9,9 +9,9 @@ Checkpoints are not copied here: see `engine/checkpoint/nodes.py`."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -246,21 +246,23 @@ def copy_folder(remote: RemoteFolder, path: str, folder: Path) -> int:
     partial = folder.with_name(f".{folder.name}.partial")
     partial.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
     copied = 0
-    for entry in remote.list(path).values():
-        place = partial / entry.path
-        place.parent.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
-        with place.open("ab") as file:
-            for piece in remote.pieces(f"{path}/{entry.path}", file.tell()):
-                copied += len(piece)
-                file.write(piece)
-    for place in [*partial.rglob("*"), partial]:
-        finish(place, place)
+    descriptor = os.open(partial, os.O_RDONLY)
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # another run on this node may be copying the same folder
+        if folder.exists():
+            return 0
+        for entry in remote.list(path).values():
+            place = partial / entry.path
+            place.parent.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+            with place.open("ab") as file:
+                for piece in remote.pieces(f"{path}/{entry.path}", file.tell()):
+                    copied += len(piece)
+                    file.write(piece)
+        for place in [*partial.rglob("*"), partial]:
+            finish(place, place)
         partial.rename(folder)
-    except OSError:
-        if not folder.exists():
-            raise
-        shutil.rmtree(partial)  # another run's node has copied the same folder in the meantime
+    finally:
+        os.close(descriptor)
     return copied
 
 
