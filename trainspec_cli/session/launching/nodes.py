@@ -75,10 +75,10 @@ class NodeOptions:
         return reach
 
     @property
-    def address(self) -> tuple[str, int]:
+    def address(self) -> tuple[str, int] | None:
         """Return the host and port that the user has named, as checked by `reach`."""
-        host, _, port = str(self.endpoint).rpartition(":")
-        return host, int(port)
+        host, _, port = (self.endpoint or "").rpartition(":")
+        return (host, int(port)) if port.isdigit() else None
 
     def reach_at(self, endpoint: str, nodes: int, spares: int, hint: str, join_timeout_s: float) -> Reach:
         host, _, port = endpoint.rpartition(":")
@@ -126,22 +126,23 @@ class Joined:
 
 def join(
     run_dir: str,
-    nodes: NodeOptions,
+    node: int,
     console: RunConsole,
     *,
     wait_s: float = RunSection.join_timeout_s,
     joined: Joined = Joined(),
+    address: tuple[str, int] | None = None,
 ) -> int:
-    """Join a run started by the first node; return the run's exit code. A node that does not share the run folder gets
-    its own copy, if it knows the nodes' secret.
+    """Join a run started by the first node, as node `node`; return the run's exit code. If this node does not share the
+    run folder with the first one, whose folder server is at `address`, it gets its own copy.
 
     Joins every start by the first node until the run has a result. If the first node is lost, one of the others takes
     over, and the rest join its starts. Raises MachineError if no first node starts within `wait_s`, or if other users
     can write to the run folder."""
     run = RunDir(Path(run_dir).absolute())
-    secret = nodes_secret() if nodes.endpoint else None
-    with mirrored(run, nodes.node_rank, nodes.address, secret, console.report) if secret else nullcontext() as mirror:
-        return _join(run, nodes.node_rank, console, mirror, wait_s=wait_s, joined=joined)
+    secret = nodes_secret() if address else None
+    with mirrored(run, node, address, secret, console.report) if address and secret else nullcontext() as mirror:
+        return _join(run, node, console, mirror, wait_s=wait_s, joined=joined)
 
 
 def _join(run: RunDir, node: int, console: RunConsole, mirror: Mirror | None, *, wait_s: float, joined: Joined) -> int:

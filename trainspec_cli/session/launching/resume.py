@@ -87,7 +87,7 @@ def resume(
     except RecipeError:  # a node without a shared disk copies the run folder when it joins
         if not joins:
             raise
-        return join(name, nodes, make_console(as_json=as_json), joined=JOINED)
+        return join(name, nodes.node_rank, make_console(as_json=as_json), joined=JOINED, address=nodes.address)
     return kind_of(run).resume(run, changes, nodes, notify, force=force, as_json=as_json, detach=detach)
 
 
@@ -108,16 +108,16 @@ def resume_recipe(
     if nodes.endpoint and not detach:
         # A node without a shared disk may have an older plan than the first node.
         if not nodes.is_first and nodes_secret() is not None:
-            return join(str(run.root), nodes, console, joined=JOINED)
+            return join(str(run.root), nodes.node_rank, console, joined=JOINED, address=nodes.address)
         # The first node prepares changed values for all. If another one has taken over from it, it joins like the rest.
         plan = read_plan_of_all_nodes(run)
         may_be_running = plan.num_nodes > 1 and plan.spec.resilience.survives_first_node
         if (changes and not nodes.is_first) or (not changes and may_be_running and is_running(run)):
-            return join(str(run.root), nodes, console, wait_s=plan.spec.run.join_timeout_s, joined=JOINED)
+            return join(str(run.root), nodes.node_rank, console, wait_s=plan.spec.run.join_timeout_s, joined=JOINED)
     session = replace(prepare_resume(run, changes, nodes, console, force=force, as_json=as_json), notify=notify)
     if not nodes.is_first and session.reach:
         wait_s = session.plan.spec.run.join_timeout_s
-        return join(str(run.root), nodes, console, wait_s=wait_s, joined=JOINED)
+        return join(str(run.root), nodes.node_rank, console, wait_s=wait_s, joined=JOINED)
     if not detach:
         return start(session)
     check_detachable(session)

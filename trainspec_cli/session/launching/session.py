@@ -135,7 +135,8 @@ def launch(
     wanted = loaded.spec.run.dir
     if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
         wait_s = loaded.spec.run.join_timeout_s
-        return join(wanted, nodes, make_console(as_json=False), wait_s=wait_s, joined=JOINED)
+        console = make_console(as_json=False)
+        return join(wanted, nodes.node_rank, console, wait_s=wait_s, joined=JOINED, address=nodes.address)
     session = replace(_prepare(loaded, nodes, force=force, as_json=as_json), notify=notify)
     # This is checked again when the run is recorded. It is checked here first, before anything is measured or prepared.
     check_free(wanted)

@@ -118,7 +118,7 @@ def run_command(
             join_key=JOIN_OPTION,
             of_slurm=nodes.of_slurm,
         )
-        return join(run_dir, nodes, console, wait_s=wanted.join_timeout_s, joined=joined)
+        return join(run_dir, nodes.node_rank, console, wait_s=wanted.join_timeout_s, joined=joined)
     if not again:
         check_free(run_dir, FOLDER)
     with storage(run_dir, FOLDER):
