@@ -74,15 +74,15 @@ def write_file(path: Path, stream: Iterable[memoryview]) -> FileDigest:
 
 
 WriteReport = Callable[[Path, object], None]
-"""Writes a rank's report as JSON where rank 0 reads it."""
+"""Writes a rank's report as JSON where rank 0 reads it; by default on this node's disk."""
 
 
-def leave_part(folder: Path, rank: int, part: WrittenPart, write: WriteReport = write_json) -> None:
+def leave_part(folder: Path, rank: int, part: WrittenPart, write: WriteReport | None = None) -> None:
     """Report that this rank's part is complete and on disk."""
-    write(folder / f"rank{rank:05d}.json", asdict(part))
+    (write or write_json)(folder / f"rank{rank:05d}.json", asdict(part))
 
 
-def leave_failure(folder: Path, rank: int, error: OSError, write: WriteReport = write_json) -> None:
+def leave_failure(folder: Path, rank: int, error: OSError, write: WriteReport | None = None) -> None:
     """Report that this rank's part could not be written; remove the partial file first, to free space."""
     with contextlib.suppress(OSError):
         (folder / file_name(rank)).unlink(missing_ok=True)
@@ -90,7 +90,7 @@ def leave_failure(folder: Path, rank: int, error: OSError, write: WriteReport = 
     deadline = time.monotonic() + REPORTING_S
     while True:
         try:
-            write(folder / f"rank{rank:05d}.failed.json", report)
+            (write or write_json)(folder / f"rank{rank:05d}.failed.json", report)
             return
         except OSError as refused:
             if refused.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() > deadline:

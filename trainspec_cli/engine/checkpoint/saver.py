@@ -62,7 +62,6 @@ from trainspec_cli.engine.digest import NOT_FINITE, count_not_finite, elapsed_s,
 from trainspec_cli.engine.nf4 import Nf4, shapes_of
 from trainspec_cli.engine.shares import names_of, restore, split_quantised
 from trainspec_cli.recipe.records import convert
-from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import Fence
 from trainspec_cli.run.folder.paths import RunDir
 
@@ -216,7 +215,7 @@ class Saver:
         error = None
         size = 0
         host_work(self._device, "write")
-        write_report = self._disks.write_report if self._disks else write_json
+        write_report = self._disks.write_report if self._disks else None
         try:
             partial.mkdir(parents=True, exist_ok=True)
             digest = files.write_file(partial / name, stream)
@@ -231,8 +230,8 @@ class Saver:
             self._rank == 0 and partial.is_dir()
         ):  # without the folder, no rank can report anything, not even this failure
             try:
-                kept = (self._keep_last, self.kept_step)
-                size = files.commit(self._run_dir, partial, about, self._world_size, *kept, disks=self._disks).bytes
+                kept = (self._keep_last, self.kept_step, self._disks)
+                size = files.commit(self._run_dir, partial, about, self._world_size, *kept).bytes
             except MachineError as failure:
                 error = failure
         return Saved(about, size, blocked_s, time.perf_counter() - started, error)
