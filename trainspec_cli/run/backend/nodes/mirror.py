@@ -13,6 +13,7 @@ import fcntl
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from trainspec_cli.core.printable import format_bytes
 from trainspec_cli.core.reading.files import parse_json
 from trainspec_cli.run.channel.folders import (
     DATA,
+    FAREWELL_S,
     NOT_COPIED,
     RUN,
     Entry,
@@ -79,6 +81,8 @@ class Mirror:
         self._known: dict[str, _Known] = {}
         self._error: TrainspecError | None = None
         self._ended = threading.Event()
+        self._ends_s = 0.0
+        """Monotonic time until which an ended mirror still copies."""
         self._server: FolderServer | None = None
         self._secret_of_start: Path | None = None
         self._thread = threading.Thread(target=self._keep_same, name="mirror", daemon=True)
@@ -111,6 +115,9 @@ class Mirror:
             self._report(f"node {self._node}: copied the run's data, {format_bytes(copied)}, to {data_dir}")
 
     def close(self) -> None:
+        """End the copying; after a run has ended, only once the first node has ended, too, because it still completes
+        the result."""
+        self._ends_s = time.monotonic() + (FAREWELL_S if self._run.result_json.is_file() else 0.0)
         self._ended.set()
         self._thread.join()
         self._remove_secret()
@@ -131,7 +138,9 @@ class Mirror:
                         return
                     self._register(first)
                     is_new = True
-                    while not self._ended.wait(0 if is_new else INTERVAL_S):
+                    while not self._ended.is_set() or time.monotonic() < self._ends_s:
+                        if not is_new:
+                            time.sleep(INTERVAL_S)
                         self._send(first, skip=is_new)
                         self._fetch(first, is_first=is_new)
                         is_new = False
