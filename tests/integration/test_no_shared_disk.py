@@ -119,7 +119,17 @@ def test_the_other_nodes_continue_by_hand_without_the_first_one_and_with_a_damag
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    end(start(disks, (2, 3, 4), "resume", f"{disks.place}/run", "train.max_steps=20", "layout=ddp"))
+    end(
+        start(
+            disks,
+            (2, 3, 4),
+            "resume",
+            f"{disks.place}/run",
+            "train.max_steps=20",
+            "layout.dp_replicate=3",
+            "layout.dp_shard=1",
+        )
+    )
     run = run_on(disks, 2)
     assert worlds(run) == [4, 3]
     assert run_events(run, "start")[1]["step"] == 10
