@@ -172,7 +172,7 @@ def _join(run: RunDir, node: int, console: RunConsole, mirror: Mirror | None, *,
                 return code
             deadline = min(gives_up_at, time.monotonic() + RESULT_TIMEOUT_S)
         generation = generations.newest(run)
-        if generation > served:
+        if generation > served and (mirror is None or mirror.is_same):
             check_tree(run.root)
             try:
                 with console.stopping_run_without_reader(lambda: None), ExitStack() as shown:

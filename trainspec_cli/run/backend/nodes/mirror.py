@@ -81,6 +81,7 @@ class Mirror:
         self._known: dict[str, _Known] = {}
         self._error: TrainspecError | None = None
         self._ended = threading.Event()
+        self._is_same = threading.Event()
         self._ends_s = 0.0
         """Monotonic time until which an ended mirror still copies."""
         self._server: FolderServer | None = None
@@ -92,6 +93,11 @@ class Mirror:
     def has_own_copy(self) -> bool:
         """True once it is known that this node does not share the run folder with the first one."""
         return self._server is not None
+
+    @property
+    def is_same(self) -> bool:
+        """True once this node's folder holds what the first node's does, rather than what an earlier run has left."""
+        return self._is_same.is_set()
 
     def check(self) -> None:
         """Raises MachineError if this node's folder belongs to another run."""
@@ -135,6 +141,7 @@ class Mirror:
             try:
                 with RemoteFolder(self._address, self._secret) as first:
                     if first.shares(self._run.root):
+                        self._is_same.set()
                         return
                     self._register(first)
                     is_new = True
@@ -144,6 +151,7 @@ class Mirror:
                         self._send(first, skip=is_new)
                         self._fetch(first, is_first=is_new)
                         is_new = False
+                        self._is_same.set()
             except ConnectionError:
                 pass  # the first node has not started yet, or has ended
             except TrainspecError as error:
