@@ -10,6 +10,10 @@ the machine once at the end."""
 HUB_MIRROR = "TRAINSPEC_HUB_MIRROR"
 """Set by users: a folder that contains checkpoints of the Hugging Face Hub as ORG/NAME."""
 
+NODES_SECRET = "TRAINSPEC_NODES_SECRET"
+"""Set by users on every node of a run whose nodes share no run folder: a private file with 32 random bytes, the same on
+all nodes."""
+
 RUN, STATUS, MESSAGE = "TRAINSPEC_RUN", "TRAINSPEC_STATUS", "TRAINSPEC_MESSAGE"
 """Set for the command of `--notify`: the run folder, how the run ended (done, stopped or failed), and a line of
 text."""
@@ -24,6 +28,8 @@ LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
 """Identifies the start of the run to which a process belongs; the same for all processes of a job."""
 GENERATION = "TRAINSPEC_GENERATION"
 """The number of the process's start among all starts of the run. Workers of older starts stop writing."""
+NODE = "TRAINSPEC_NODE"
+"""The number of a worker's node in its job."""
 GROUP = "TRAINSPEC_GROUP"
 """The number of a worker's replica group, starting at 0."""
 START = "TRAINSPEC_START"

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -73,12 +73,16 @@ def write_file(path: Path, stream: Iterable[memoryview]) -> FileDigest:
     return FileDigest(path.name, size, sha256.hexdigest())
 
 
-def leave_part(folder: Path, rank: int, part: WrittenPart) -> None:
+WriteReport = Callable[[Path, object], None]
+"""Writes a rank's report as JSON where rank 0 reads it; by default on this node's disk."""
+
+
+def leave_part(folder: Path, rank: int, part: WrittenPart, write: WriteReport | None = None) -> None:
     """Report that this rank's part is complete and on disk."""
-    write_json(folder / f"rank{rank:05d}.json", asdict(part))
+    (write or write_json)(folder / f"rank{rank:05d}.json", asdict(part))
 
 
-def leave_failure(folder: Path, rank: int, error: OSError) -> None:
+def leave_failure(folder: Path, rank: int, error: OSError, write: WriteReport | None = None) -> None:
     """Report that this rank's part could not be written; remove the partial file first, to free space."""
     with contextlib.suppress(OSError):
         (folder / file_name(rank)).unlink(missing_ok=True)
@@ -86,7 +90,7 @@ def leave_failure(folder: Path, rank: int, error: OSError) -> None:
     deadline = time.monotonic() + REPORTING_S
     while True:
         try:
-            write_json(folder / f"rank{rank:05d}.failed.json", report)
+            (write or write_json)(folder / f"rank{rank:05d}.failed.json", report)
             return
         except OSError as refused:
             if refused.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() > deadline:
@@ -94,13 +98,29 @@ def leave_failure(folder: Path, rank: int, error: OSError) -> None:
             time.sleep(POLL_S)
 
 
+class OtherDisks(Protocol):
+    """The disks of nodes that do not share the run folder (`nodes.NodeDisks`)."""
+
+    def publish(self, partial: Path, final: Path, keep_last: int, kept_step: int | None) -> None: ...
+
+    def discard(self, partial: Path) -> None: ...
+
+
 def commit(
-    run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int, kept_step: int | None = None
+    run_dir: RunDir,
+    partial: Path,
+    about: About,
+    world_size: int,
+    keep_last: int,
+    kept_step: int | None = None,
+    disks: OtherDisks | None = None,
 ) -> CheckpointManifest:
     """Wait for every rank's part, then publish the checkpoint. Called by a single rank. The most recent checkpoints and
     the one from `kept_step` are kept. Raises MachineError if a part failed."""
     failures = _await_parts(partial, world_size)
     if failures:
+        if disks:
+            disks.discard(partial)
         shutil.rmtree(partial, ignore_errors=True)
         raise cannot_save(about.step, failures)
     Fence.of_worker(run_dir).check()
@@ -114,6 +134,9 @@ def commit(
         # folder without files.
         _sync_folder(partial)
         final = run_dir.checkpoint(about.step)
+        if disks:
+            disks.publish(partial, final, keep_last, kept_step)
+            shutil.rmtree(final, ignore_errors=True)  # what is left of one that was not complete
         partial.rename(final)
         _sync_folder(final.parent)
         for step in run_dir.checkpoint_steps()[:-keep_last]:
@@ -125,6 +148,8 @@ def commit(
                 shutil.rmtree(left)
         return manifest
     except OSError as error:
+        if disks:
+            disks.discard(partial)
         shutil.rmtree(partial, ignore_errors=True)
         raise cannot_save(about.step, [f"rank 0: {error.strerror or error}"]) from error
 

@@ -55,6 +55,7 @@ from trainspec_cli.engine.checkpoint.memory import (
     plan_image,
     view_bytes,
 )
+from trainspec_cli.engine.checkpoint.nodes import NodeDisks
 from trainspec_cli.engine.comm.json_collectives import agree_on_error, broadcast_json, errors_together, gather_json
 from trainspec_cli.engine.cuda_only import pin, unpin
 from trainspec_cli.engine.digest import NOT_FINITE, count_not_finite, elapsed_s, is_finite, mark, wait_for
@@ -89,9 +90,17 @@ class Saver:
     """Saves one rank's part. All ranks make the same calls in the same order."""
 
     def __init__(
-        self, run_dir: RunDir, held: Held, device: torch.device, keep_last: int, memory: CopyLocation | None = None
+        self,
+        run_dir: RunDir,
+        held: Held,
+        device: torch.device,
+        keep_last: int,
+        memory: CopyLocation | None = None,
+        disks: NodeDisks | None = None,
     ):
-        """Create a saver. `memory`: the location of copies in the nodes' memory; None if no copies are kept."""
+        """Create a saver. `memory`: the location of copies in the nodes' memory; None if no copies are kept. `disks`:
+        the disks of nodes that do not share the run folder."""
+        self._disks = disks
         self._run_dir = run_dir
         self._held = held
         self._device = device
@@ -206,19 +215,22 @@ class Saver:
         error = None
         size = 0
         host_work(self._device, "write")
+        write_report = self._disks.write_report if self._disks else None
         try:
             partial.mkdir(parents=True, exist_ok=True)
             digest = files.write_file(partial / name, stream)
-            files.leave_part(partial, self._rank, WrittenPart(digest, self._image.entries(name)))
+            if self._disks:
+                self._disks.copy(partial / name)
+            files.leave_part(partial, self._rank, WrittenPart(digest, self._image.entries(name)), write_report)
             size = digest.bytes
         except OSError as failure:
-            files.leave_failure(partial, self._rank, failure)
+            files.leave_failure(partial, self._rank, failure, write_report)
             error = files.cannot_save(about.step, [f"rank {self._rank}: {failure.strerror or failure}"])
         if (
             self._rank == 0 and partial.is_dir()
         ):  # without the folder, no rank can report anything, not even this failure
             try:
-                kept = (self._keep_last, self.kept_step)
+                kept = (self._keep_last, self.kept_step, self._disks)
                 size = files.commit(self._run_dir, partial, about, self._world_size, *kept).bytes
             except MachineError as failure:
                 error = failure
@@ -300,29 +312,37 @@ class Restored:
 
 
 def load_newest(
-    run_dir: RunDir, held: Held, device: torch.device, memory: CopyLocation | None = None
+    run_dir: RunDir,
+    held: Held,
+    device: torch.device,
+    memory: CopyLocation | None = None,
+    disks: NodeDisks | None = None,
 ) -> Restored | None:
     """Restore the newest complete checkpoint from disk or (`memory`) from the nodes' memory; None if no checkpoint
-    exists.
+    exists. `disks`: the disks of nodes that do not share the run folder, which have agreed on the newest checkpoint.
 
     Called collectively by all ranks. Raises MachineError if the checkpoint was altered.
     """
-    newest = max(run_dir.checkpoint_steps(), default=-1)
+    newest = disks.newest_step if disks else max(run_dir.checkpoint_steps(), default=-1)
     found = find_newest(memory) if memory else None
     if memory and found and found.manifest.step > newest:
         parts = _parts(found.manifest, held, device)
         fetch(memory, found, files_needed(found.manifest, parts))
         _restore(found.folder, found.manifest, parts, held, device)
         return Restored(found.manifest, found.folder, found.slot, len(_kept_feedback(found.manifest, held)))
-    return _load(run_dir.checkpoint(newest), held, device) if newest >= 0 else None
+    return _load(run_dir.checkpoint(newest), held, device, disks) if newest >= 0 else None
 
 
-def _load(folder: Path, held: Held, device: torch.device) -> Restored:
+def _load(folder: Path, held: Held, device: torch.device, disks: NodeDisks | None = None) -> Restored:
     """Divide the files among the ranks for verification, and restore the state once all files have passed."""
     with errors_together():
         manifest = read_manifest(folder)
-        verify_files(folder, manifest.files[dist.get_rank() :: dist.get_world_size()])
-    _restore(folder, manifest, _parts(manifest, held, device), held, device)
+        if disks is None:
+            verify_files(folder, manifest.files[dist.get_rank() :: dist.get_world_size()])
+    parts = _parts(manifest, held, device)
+    if disks:
+        disks.fetch(manifest, files_needed(manifest, parts))
+    _restore(folder, manifest, parts, held, device)
     return Restored(manifest, folder, feedback=len(_kept_feedback(manifest, held)))
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.balance.batch.batch import BatchPace
+from trainspec_cli.core.errors import MachineError
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.memory import CopyLocation, clear
@@ -82,7 +83,8 @@ class Checkpoints:
         state = self._run.state
         if self._made is None or self._made[0] is not state:
             before = self._made
-            saver = Saver(self._run.run_dir, state.held, state.device, self._spec.keep_last, self._memory)
+            keep_last = self._spec.keep_last
+            saver = Saver(self._run.run_dir, state.held, state.device, keep_last, self._memory, self._run.disks)
             self._made = state, saver
             if before is not None:
                 saver.slot = before[1].slot
@@ -93,7 +95,7 @@ class Checkpoints:
     def resume(self) -> Restored | None:
         """Restore the newest complete checkpoint; None if no checkpoint exists."""
         state = self._run.state
-        restored = load_newest(self._run.run_dir, state.held, state.device, self._memory)
+        restored = load_newest(self._run.run_dir, state.held, state.device, self._memory, self._run.disks)
         if restored:
             if len(state.compression.feedbacks) > restored.feedback:
                 lost = "the checkpoint has no compression errors for this layout: error feedback starts from zero"
@@ -214,6 +216,15 @@ class Checkpoints:
         self._saver.close()
         if self._memory:
             clear(self._memory)
+
+    def collect_last(self) -> None:
+        """After a finished run on nodes that share no disk: copy the last checkpoint to the first node. It is complete
+        without this, so a failure is only a warning."""
+        if self._run.disks:
+            try:
+                self._run.disks.collect()
+            except MachineError as error:
+                self._warn(self._saved_step, f"the last checkpoint is not complete on the first node: {error}")
 
     def _about(self, step: int, samples: int) -> About:
         return About(step, samples, self._run.plan.spec.train.seed, self._run.recipe_digest, self._pace())

@@ -424,6 +424,8 @@ class Trainer:
             self._evaluate()
         self.divergence.check_end(self.progress.step, self.tally, self.run.state.held)
         self._checkpoint_last()
+        if self.coordinator.leads:
+            self.checkpoints.collect_last()
         self._write_sample()
         self._finish("done")
 

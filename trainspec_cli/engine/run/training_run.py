@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.checkpoint.nodes import NodeDisks
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.engine.run.startup import Startup
@@ -34,6 +35,8 @@ class TrainingRun:
     supervisor: SupervisorConnection = field(default_factory=SupervisorConnection)
     """The default has no address, so no messages arrive."""
     startup: Startup = field(default_factory=Startup)
+    disks: NodeDisks | None = None
+    """The disks of nodes that do not share the run folder; None if all nodes share it."""
 
     @property
     def group_field(self) -> int | Absent:

@@ -13,6 +13,7 @@ from trainspec_cli.core.reading.files import read_field
 from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.initial import load_initial
+from trainspec_cli.engine.checkpoint.nodes import NodeDisks
 from trainspec_cli.engine.comm.joining import join_processes, leave_processes
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.run.coordinator import open_coordinator
@@ -47,10 +48,13 @@ def work(run_dir: RunDir, stop: StopRequest, startup: Startup) -> None:
     plan = recall_reliefs(plan, run_dir)
     check_code(plan.spec, run_dir)
     state = build_train_state(plan, device)
-    if not run_dir.checkpoint_steps():
+    disks = NodeDisks.of_worker(run_dir)
+    if disks:
+        disks.agree_on_newest(remove_newer=group is None)
+    if disks.newest_step < 0 if disks else not run_dir.checkpoint_steps():
         load_initial(plan, state)
     journal = Journal(run_dir, dist.get_rank(), plan.spec, group)
-    run = TrainingRun(plan, state, run_dir, digest, stop, journal, group, supervisor, startup)
+    run = TrainingRun(plan, state, run_dir, digest, stop, journal, group, supervisor, startup, disks)
     source = open_source(run, data_dir)
     startup.end("build")
     Trainer(run, source, open_coordinator(run, source)).train()

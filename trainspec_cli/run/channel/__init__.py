@@ -14,6 +14,8 @@ What does not use the channel, and why:
                        within milliseconds while the supervisor may be busy, and because groups outlive its restart
     signals            SIGTERM reaches a worker that has not connected yet, and the guard, which stops the workers of a
                        killed supervisor, has no other means; SIGKILL and SIGUSR2 reach a worker that hangs
+    folder servers     files of nodes that share no disk (`folders.py`): they are large, and one must be served before
+                       the hub of the first start exists
     the run folder     what must outlive the processes, or reach one without a connection: events, checkpoints, errors,
                        injected faults, directives; `generations/`, from which a disconnected node learns that a newer
                        start owns the run; `stops/`, which the guard also writes; `result.json`, whose presence tells

@@ -89,6 +89,9 @@ class GenerationRecord:
     node's number is its place."""
     suspects: tuple[str, ...] = ()
     """Hostnames of nodes that have failed repeatedly for one cause. If not empty, only these are checked."""
+    folder: str = ""
+    """HOST:PORT of the first node's folder server (`run/channel/folders.py`), from which nodes without a shared disk
+    copy the run folder; empty if all nodes must share it."""
     own: UnplannedWork | None = None
     """None for a recipe, because its plan describes what to run."""
 
@@ -151,14 +154,14 @@ class Fence:
 # The secret, in a file that only the user can read
 
 
-def create_secret(path: Path) -> bytes:
-    """Write a new secret to a file that must not exist yet, and return the secret. Raises MachineError if the file
-    system cannot keep it private."""
+def create_secret(path: Path, content: bytes | None = None) -> bytes:
+    """Write a secret, by default a new one, to a file that must not exist yet, and return it. Raises MachineError if
+    the file system cannot keep it private."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # With O_EXCL, opening fails if the file exists, so nobody else can have prepared it.
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, PRIVATE_FILE)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(SECRET_BYTES))
+        file.write(content or secrets.token_bytes(SECRET_BYTES))
         file.flush()
         os.fsync(file.fileno())
     return read_secret(path)

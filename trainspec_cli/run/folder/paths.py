@@ -33,6 +33,7 @@ from pathlib import Path
 RECIPE, COMMAND = "recipe", "command"
 """Kinds of runs: a recipe, which has a plan, or a user-defined training command, which does not."""
 CHECKPOINT_MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
@@ -67,7 +68,7 @@ class RunDir:
         self.logs = self.root / "logs"
         self.run_log = self.logs / "run.log"
         self.huggingface = self.root / "huggingface"
-        self.checkpoints = self.root / "checkpoints"
+        self.checkpoints = self.root / CHECKPOINTS
         self.own_checkpoints = self.root / "own_checkpoints"
 
     def events(self, rank: int) -> Path:

@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 import trainspec_cli
-from trainspec_cli.core.environment_names import GENERATION, GROUP, LAUNCH_ID, START
+from trainspec_cli.core.environment_names import GENERATION, GROUP, LAUNCH_ID, NODE, START
 from trainspec_cli.core.node import cpu_name, make_folder
 from trainspec_cli.planner.memory.caching_allocator import GROWS_SEGMENTS
 from trainspec_cli.recipe.keys.cluster import Machine
@@ -126,6 +126,7 @@ def build_node_job(plan: Plan, root: Path, machine: Machine, node: int, record: 
             **communication_environment(plan, RunDir(root)),
             **record.rendezvous,
             GENERATION: str(record.generation),
+            NODE: str(record.nodes[node] if record.nodes else node),
         },
         world_size=plan.world_size,
         stop_grace_s=plan.spec.run.stop_grace_s,

@@ -145,7 +145,7 @@ def command_to_resume(run: RunDir) -> str:
     if plan.spec.cluster.manager != "none":
         return command
     nodes = f"--nnodes {plan.num_nodes} --node-rank I"
-    endpoint = start.rendezvous.get(RENDEZVOUS, "HOST:PORT")
+    endpoint = start.folder or start.rendezvous.get(RENDEZVOUS, "HOST:PORT")
     return f"{command} {nodes} --rdzv-endpoint {endpoint} (on each node; I is its number)"
 
 

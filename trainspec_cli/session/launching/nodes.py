@@ -8,11 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from trainspec_cli.core.environment_names import NODES_SECRET
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError, WorkerError
 from trainspec_cli.core.node import check_tree
 from trainspec_cli.core.printable import format_duration
@@ -24,6 +25,8 @@ from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.run.backend.nodes.agent import CUT_OFF, describe_part, run_agent
 from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, AgentThread, Reach, agent_command
+from trainspec_cli.run.backend.nodes.mirror import Mirror, mirrored
+from trainspec_cli.run.channel.folders import nodes_secret
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.events import spoken_bytes
 from trainspec_cli.run.folder.generations import GenerationRecord
@@ -99,6 +102,12 @@ class NodeOptions:
         if self.node_rank or self.endpoint:
             message = f"`cluster.manager` is {spec.cluster.manager}, which finds the nodes: type the command once"
             raise RecipeError(Problem("usage", message, "--node-rank", "leave out --node-rank and --rdzv-endpoint"))
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Return the host and port that the user has named, as checked by `reach`."""
+        host, _, port = (self.endpoint or "").rpartition(":")
+        return (host, int(port)) if port.isdigit() else None
 
     def reach_at(self, endpoint: str, nodes: int, spares: int, hint: str, join_timeout_s: float) -> Reach:
         host, _, port = endpoint.rpartition(":")
@@ -192,14 +201,21 @@ def join(
     *,
     wait_s: float = RunSection.join_timeout_s,
     joined: Joined = Joined(),
+    address: tuple[str, int] | None = None,
 ) -> int:
-    """Join a run started by the first node, as node `node`; return the run's exit code.
+    """Join a run started by the first node, as node `node`; return the run's exit code. If this node does not share the
+    run folder with the first one, whose folder server is at `address`, it gets its own copy.
 
     Joins every start by the first node until the run has a result. If the first node is lost, one of the others takes
     over, and the rest join its starts. Raises MachineError if no first node starts within `wait_s`, or if other users
     can write to the run folder."""
     run = RunDir(Path(run_dir).absolute())
+    secret = nodes_secret() if address else None
+    with mirrored(run, node, address, secret, console.report) if address and secret else nullcontext() as mirror:
+        return _join(run, node, console, mirror, wait_s=wait_s, joined=joined)
 
+
+def _join(run: RunDir, node: int, console: RunConsole, mirror: Mirror | None, *, wait_s: float, joined: Joined) -> int:
     def tell(what: str) -> None:
         console.report(f"node {node}: {what}")
 
@@ -208,7 +224,7 @@ def join(
     # The error for a missing first node; its hint uses the terminology of `trainspec launch`, `run`, or srun.
     message = f"no first node was found in {run.root} within {wait_s:g} s"
     first = "see what task 0 of srun printed" if joined.of_slurm else "also start the first node: --node-rank 0"
-    same = f"{joined.folder} must be the same folder, on a file system that all nodes share"
+    same = f"{joined.folder} must be the same folder, on a file system that all nodes share (or set {NODES_SECRET})"
     hint = f"{first}; {same}; increase {joined.join_key} to wait longer"
     refusal = MachineError(Problem("no_first_host", message, hint=hint, environment=True))
     where = f"in {run.root}" if run.root.is_dir() else f"to create {run.root}, which does not exist on this node yet"
@@ -221,6 +237,8 @@ def join(
     locks_are_seen = False
     spoken = 0
     while not (served and run.result_json.is_file()):
+        if mirror:
+            mirror.check()
         is_gone = lost is not None and lost.is_gone()
         if time.monotonic() > deadline or is_gone:
             lost = None
@@ -236,7 +254,7 @@ def join(
                 return code
             deadline = min(gives_up_at, time.monotonic() + RESULT_TIMEOUT_S)
         generation = generations.newest(run)
-        if generation > served:
+        if generation > served and (mirror is None or mirror.is_same):
             check_tree(run.root)
             try:
                 with console.stopping_run_without_reader(lambda: None), ExitStack() as shown:
@@ -246,6 +264,8 @@ def join(
                     ) -> None:
                         nonlocal locks_are_seen
                         joined.check(run, record)
+                        if mirror:
+                            mirror.prepare(record)
                         if not is_first:
                             return
                         claim = read_claim(run)
@@ -262,14 +282,24 @@ def join(
                 response = joined.first_node_loss(run) if code == CUT_OFF and joined.take_over else "end"
                 if response == "continue":
                     gives_up_at = deadline + wait_s
-                    # The node with the lowest number is the first to take over.
-                    lost_in = generations.read(run, generation)
-                    spoken = spoken_bytes(run)
-                    deadline += node * TURN_S
-                    if lost_in is not None:
-                        lost = LostSupervisor(run, lost_in, node, locks_are_seen=locks_are_seen)
-                    limit = format_duration(deadline - time.monotonic())
-                    tell(f"takes over, unless the first node or another one starts the run within {limit}")
+                    if mirror and mirror.has_own_copy:
+                        # Without a shared disk, nothing tells this node whether the first one is gone or only out of
+                        # reach and still training with others, so no node takes over by itself.
+                        deadline = gives_up_at
+                        tell(f"waiting for the first node (up to {format_duration(deadline - time.monotonic())})")
+                        tell(
+                            "if it is gone, end this command on each node, then choose a new first node, whose address "
+                            f"is HOST in HOST:PORT: {kind_of(run).start_again(run)}"
+                        )
+                    else:
+                        # The node with the lowest number is the first to take over.
+                        lost_in = generations.read(run, generation)
+                        spoken = spoken_bytes(run)
+                        deadline += node * TURN_S
+                        if lost_in is not None:
+                            lost = LostSupervisor(run, lost_in, node, locks_are_seen=locks_are_seen)
+                        limit = format_duration(deadline - time.monotonic())
+                        tell(f"takes over, unless the first node or another one starts the run within {limit}")
                 elif response == "wait":
                     gives_up_at = deadline = deadline + wait_s
                     tell(f"waiting for the first node's next start (up to {format_duration(wait_s)})")

@@ -21,6 +21,7 @@ from trainspec_cli.recipe.rules.run import describe_other_blocks
 from trainspec_cli.reporter.console import PrintableConsole, RunConsole, make_console
 from trainspec_cli.reporter.runs import ALIVE
 from trainspec_cli.run.backend.nodes.backend import Reach, build_nodes_job
+from trainspec_cli.run.channel.folders import nodes_secret
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.memory import newest_copy
 from trainspec_cli.run.folder.paths import RunDir
@@ -82,7 +83,13 @@ def resume(
 ) -> int:
     """Continue a run, as its first node or as a node that joins; return the run's exit code. With `detach`, return 0 as
     soon as a separate process has continued it."""
-    run = find_own_run(name)
+    joins = nodes.endpoint is not None and not nodes.is_first and nodes_secret() is not None
+    try:
+        run = find_own_run(name)
+    except RecipeError:  # a node without a shared disk copies the run folder when it joins
+        if not joins:
+            raise
+        return join(name, nodes.node_rank, make_console(as_json=as_json), joined=JOINED, address=nodes.address)
     return kind_of(run).resume(run, changes, nodes, notify, force=force, as_json=as_json, detach=detach)
 
 
@@ -111,6 +118,9 @@ def resume_recipe(
         change_submitted(run, changes, console)
         return EXIT_DONE
     if nodes.endpoint and not detach:
+        # A node without a shared disk may have an older plan than the first node.
+        if not nodes.is_first and nodes_secret() is not None:
+            return join(str(run.root), nodes.node_rank, console, joined=JOINED, address=nodes.address)
         # The first node prepares changed values for all. If another one has taken over from it, it joins like the rest.
         plan = read_plan_of_all_nodes(run)
         may_be_running = plan.num_nodes > 1 and plan.spec.resilience.survives_first_node

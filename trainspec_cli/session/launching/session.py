@@ -44,6 +44,7 @@ from trainspec_cli.run.backend.local import LocalBackend
 from trainspec_cli.run.backend.nodes.agent import run_agent
 from trainspec_cli.run.backend.nodes.backend import AgentThread, Examination, NodesBackend, Reach, build_nodes_job
 from trainspec_cli.run.backend.processes import POLL_S
+from trainspec_cli.run.channel.folders import FolderServer, nodes_secret
 from trainspec_cli.run.channel.worker import WorkerMail
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.event_types.events import StartEvent
@@ -65,7 +66,7 @@ from trainspec_cli.run.job.folder import (
     write_resume,
 )
 from trainspec_cli.run.job.job import Job, build_job, render_command
-from trainspec_cli.run.job.machine import detect
+from trainspec_cli.run.job.machine import detect, listen, listening_address
 from trainspec_cli.run.memory_limits import LimitsWatch
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests
@@ -137,7 +138,8 @@ def launch(
         return manager.launch(loaded, notify, force=force, as_json=as_json, detach=detach)
     if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
         wait_s = loaded.spec.run.join_timeout_s
-        return join(wanted, nodes.node_rank, make_console(as_json=False), wait_s=wait_s, joined=JOINED)
+        console = make_console(as_json=False)
+        return join(wanted, nodes.node_rank, console, wait_s=wait_s, joined=JOINED, address=nodes.address)
     session = replace(_prepare(loaded, nodes, force=force, as_json=as_json), notify=notify)
     # This is checked again when the run is recorded. It is checked here first, before anything is measured or prepared.
     check_free(wanted)
@@ -241,12 +243,13 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
 
     with _written_down(session) as (job, plan, examination):
         backend: OpenBackend = LocalBackend
-        if session.reach:
-            backend = partial(NodesBackend, reach=session.reach, examination=examination)
         limits = LimitsWatch(job.run, plan, machine)
         mail = WorkerMail()
         advisor = LayoutAdvisor(job.run, plan, layouts, mail) if decides_layouts(plan) else None
         with ExitStack() as services:
+            if session.reach:
+                reach = services.enter_context(_serving_folder(job.run, session.reach))
+                backend = partial(NodesBackend, reach=reach, examination=examination)
             for serve in parts_for(RUN_SERVICES, plan.spec):
                 services.enter_context(serve(job.run, plan))
             code = run(
@@ -263,6 +266,21 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
     if code == EXIT_DONE and not any(_describe_other_runs(job.run)):
         probe_after_run(plan, machine, session.console)
     return code
+
+
+@contextmanager
+def _serving_folder(run: RunDir, reach: Reach) -> Iterator[Reach]:
+    """Serve the run folder to nodes that do not share it, at the port that the user has named, if there is a secret by
+    which they can prove who they are."""
+    secret = nodes_secret()
+    if secret is None:
+        yield reach
+        return
+    server = FolderServer(run, secret, listen(listening_address(reach.head), reach.rendezvous_port or 0))
+    try:
+        yield replace(reach, folder=f"{reach.head}:{server.port}")
+    finally:
+        server.close()
 
 
 def write_down(session: Session) -> RunDir:

@@ -31,6 +31,7 @@ from trainspec_cli.run.backend.local import NodeProcesses, close_family
 from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, RunningStart, poll_starts
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.channel import messages
+from trainspec_cli.run.channel.folders import nodes_secret, secret_of_start
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.accounting import read_node_failures
 from trainspec_cli.run.folder.event_types.events import NodeCheckedEvent
@@ -169,6 +170,8 @@ class Reach:
     it."""
     nodes: tuple[int, ...] = ()
     """The numbers of the job's nodes and spares, of which this one is the first; if empty, they are 0, 1, 2, ..."""
+    folder: str = ""
+    """HOST:PORT where this process serves the run folder; empty if all nodes share the folder."""
     lost: tuple[tuple[int, str], ...] = ()
     """The nodes that were lost with the first node from which this one takes over the run, and their hostnames, if
     known."""
@@ -337,8 +340,11 @@ class NodesBackend:
         self._fence = Fence(job.run, self.generation)
         secret_file = job.run.secret(self.generation)
         address = listening_address(reach.head)
-        port = reach.rendezvous_port or 0
-        self.hub = self._hub = self._open_hub(create_secret(secret_file), address)
+        # Nodes without the folder know only one port of this node before they have copied it.
+        port = 0 if reach.folder else reach.rendezvous_port or 0
+        secret = nodes_secret() if reach.folder else None
+        of_start = secret_of_start(secret, job.launch_id, self.generation) if secret else None
+        self.hub = self._hub = self._open_hub(create_secret(secret_file, of_start), address)
         self._rendezvous: Rendezvous | None = None
         self._rendezvous_watch: RendezvousWatch | None = None
         self._port = 0
@@ -562,6 +568,7 @@ class NodesBackend:
             examine=self._examination.command if self._examination else (),
             suspects=tuple(sorted(self._suspects)),
             nodes=self._places,
+            folder=self._reach.folder,
             own=self._describe_work(self._port) if self._describe_work else None,
         )
 
