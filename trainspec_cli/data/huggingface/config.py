@@ -3,13 +3,13 @@ are rejected with an error that names them."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import lru_cache
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import describe_kind, show_kind
-from trainspec_cli.data.huggingface.families import FAMILIES, UnsupportedValue, WrongType
+from trainspec_cli.data.huggingface.families import FAMILIES, UnsupportedValueError, WrongTypeError
 from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec
 from trainspec_cli.recipe.records import build
 
@@ -22,27 +22,32 @@ def model_type(model: ModelSpec) -> str:
     """Return the model type of transformers for `model`: `hf_type`, or the first type whose config.json describes
     exactly this model. Raises a RecipeError that lists the keys that the most similar type does not support."""
     if not isinstance(model, DecoderModel):
-        raise RecipeError(_misfit("family", model.family))
-    best: dict[str, tuple[object, object]] | None = None
+        raise RecipeError([_misfit("family", model.family)])
+    found: list[dict[str, object]] = []
     for kind in (model.hf_type,) if model.hf_type in FAMILIES else MODEL_TYPES:
         misfits = _misfits(model, kind)
-        if not misfits:
+        if misfits == {}:
             return kind
-        if best is None or len(misfits) < len(best):
-            best = misfits
-    raise RecipeError([_misfit(key, value) for key, (value, _) in (best or {}).items()])
+        if misfits is not None:
+            found.append(misfits)
+    least = min(found, key=len)
+    raise RecipeError([_misfit(key, value) for key, value in least.items()])
 
 
-def _misfits(model: DecoderModel, kind: str) -> dict[str, tuple[object, object]]:
-    """Return the keys of `model` that a config.json of this type cannot express, each with its values (ours, read
-    back)."""
+def _misfits(model: DecoderModel, kind: str) -> dict[str, object] | None:
+    """Return the keys of `model` that a config.json of this type cannot express, with their values; None if models of
+    this type are too different."""
     try:
         read = read_model(write_config_of(kind, model), "")
-    except RecipeError as error:
-        return {error.problems[0].message: (None, None)}
+    except RecipeError:
+        return None
     found, problems = build(DecoderModel, read)
-    assert not problems, problems
-    return differences(model, found)
+    if problems or (found.experts is None) is not (model.experts is None):
+        return None
+    misfits = {key: ours for key, (ours, _) in differences(model, found).items()}
+    if model.experts is not None and model.experts.balance_rate:
+        misfits["experts.balance_rate"] = model.experts.balance_rate
+    return misfits
 
 
 def _misfit(key: str, value: object) -> Problem:
@@ -112,13 +117,13 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
     for rule in FAMILIES[kind].rules:
         try:
             rule.read(config, model)
-        except WrongType as error:
+        except WrongTypeError as error:
             got = f"{show_kind(error.value)} as `{error.key}`; expected {describe_kind(error.kind)}, not below 0"
             wrong.append(Problem("wrong_type", f"{where} has {got}", "init.from", hint, file=where))
         except KeyError as error:
             if not wrong:  # the key may have been read from a value of the wrong type
                 raise _unsupported(f"{where} has no {error}") from error
-        except UnsupportedValue as error:
+        except UnsupportedValueError as error:
             raise _unsupported(f"{where} has {error}") from error
     if wrong:
         raise RecipeError(wrong)

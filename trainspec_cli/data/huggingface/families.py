@@ -17,11 +17,11 @@ from trainspec_cli.recipe.keys.model import DecoderModel, RopeScaling
 MISSING = object()
 
 
-class UnsupportedValue(Exception):
+class UnsupportedValueError(Exception):
     """A value in config.json that the engine's decoder cannot represent. The text completes "config.json has ..."."""
 
 
-class WrongType(Exception):
+class WrongTypeError(Exception):
     """A value in config.json of a type that transformers would not write."""
 
     def __init__(self, key: str, value: JsonValue, kind: object):
@@ -32,20 +32,20 @@ class WrongType(Exception):
 
 
 def get(config: JsonObject, key: str, kind: Any, default: Any = MISSING) -> Any:
-    """Return a value of a config.json. Raises WrongType, and KeyError for a missing key without a default."""
+    """Return a value of a config.json. Raises WrongTypeError, and KeyError for a missing key without a default."""
     value = config.get(key)
     if value is None:
         if default is MISSING:
             raise KeyError(key)
         return default
     if isinstance(value, bool) is not (kind is bool) and kind in (bool, int, float):
-        raise WrongType(key, value, kind)
+        raise WrongTypeError(key, value, kind)
     if kind is float and isinstance(value, int):
         value = float(value)
     if not isinstance(value, kind):
-        raise WrongType(key, value, kind)
+        raise WrongTypeError(key, value, kind)
     if kind in (int, float) and not 0 <= value < math.inf:  # type: ignore[operator]
-        raise WrongType(key, value, kind)
+        raise WrongTypeError(key, value, kind)
     return value
 
 
@@ -99,7 +99,7 @@ class Choice(Rule):
         value = self.default if value is None else value
         if isinstance(value, (dict, list)) or value not in self.values:
             known = ", ".join(str(one) for one in self.values if one is not None)
-            raise UnsupportedValue(f"{self.name} {value!r}; supported are {known}")
+            raise UnsupportedValueError(f"{self.name} {value!r}; supported are {known}")
         model[self.field] = self.values[value]
 
     def write(self, model: DecoderModel, config: JsonObject) -> None:
@@ -117,7 +117,7 @@ class Only(Rule):
 
     def read(self, config: JsonObject, model: JsonObject) -> None:
         if config.get(self.name) not in (*self.values, None):
-            raise UnsupportedValue(f"{self.name} {config[self.name]!r}, which the engine's models do not support")
+            raise UnsupportedValueError(f"{self.name} {config[self.name]!r}, which the engine's models do not support")
 
     def write(self, model: DecoderModel, config: JsonObject) -> None:
         if self.values[0] is not None:
@@ -185,7 +185,7 @@ class Windows(Rule):
         if types is not None:
             found = [count for count in range(layers + 1) if types == _layer_types(layers, count)]
             if not found:
-                raise UnsupportedValue("`layer_types` that are not the same in every n-th layer")
+                raise UnsupportedValueError("`layer_types` that are not the same in every n-th layer")
             every = every if every in found else found[0]
         model |= {"sliding_window": window, "global_attention_every": every}
 
@@ -206,7 +206,7 @@ class Rotation(Rule):
     """The rotary embeddings: `rope_parameters` (since transformers 5), or `rope_theta` and `rope_scaling`."""
 
     local: bool = False
-    """True if layers with a window have frequencies of their own (Gemma 3), and `rope_scaling` is that of the others."""
+    """True if layers with a window have their own frequencies (Gemma 3), and `rope_scaling` is that of the others."""
     fraction: float | None = None
     """The rotated fraction of a head if the key is missing; None if heads are always rotated as a whole."""
     fraction_key: str = "partial_rotary_factor"
@@ -223,7 +223,7 @@ class Rotation(Rule):
             if isinstance(windowed, dict):
                 local_theta = get(windowed, "rope_theta", float, None)
                 if windowed.get("rope_type", "default") != "default":
-                    raise UnsupportedValue("scaled rotary embeddings in layers with a window")
+                    raise UnsupportedValueError("scaled rotary embeddings in layers with a window")
             given = given[FULL]
         elif self.local:
             local_theta = get(config, "rope_local_base_freq", float, None)
@@ -263,20 +263,22 @@ def read_scaling(given: JsonObject, seq_len: int | None) -> JsonObject | None:
     if kind == "default":
         return None
     if kind not in ("llama3", "yarn", "linear"):
-        raise UnsupportedValue(f"rotary embeddings scaled by {kind!r}; supported are default, linear, llama3 and yarn")
+        raise UnsupportedValueError(
+            f"rotary embeddings scaled by {kind!r}; supported are default, linear, llama3 and yarn"
+        )
     scaling: JsonObject = {"kind": kind, "factor": get(given, "factor", float)}
     if kind == "linear":
         return scaling
     original = get(given, "original_max_position_embeddings", int, seq_len if kind == "yarn" else None)
     if original is None:
-        raise KeyError("original_max_position_embeddings")
+        raise KeyError("max_position_embeddings" if kind == "yarn" else "original_max_position_embeddings")
     scaling["original_seq_len"] = original
     if kind == "llama3":
         scaling |= {name: get(given, name, float) for name in ("low_freq_factor", "high_freq_factor")}
         return scaling
     mscale = get(given, "mscale", float, 0.0)
     if (get(given, "mscale_all_dim", float, 0.0) or mscale) not in (0.0, 1.0) or given.get("attention_factor"):
-        raise UnsupportedValue("an attention factor of yarn (mscale_all_dim) other than 1")
+        raise UnsupportedValueError("an attention factor of yarn (mscale_all_dim) other than 1")
     scaling |= {"beta_fast": get(given, "beta_fast", float, 32.0) or 32.0}
     scaling |= {"beta_slow": get(given, "beta_slow", float, 1.0) or 1.0}
     scaling |= {"whole_bounds": get(given, "truncate", bool, True)}
@@ -312,7 +314,7 @@ class Experts(Rule):
         for name, key in self.keys.items():
             kind = _EXPERT_KINDS.get(name, int)
             default = _EXPERT_DEFAULTS.get(name, MISSING)
-            if name == "num_experts" and key not in config:
+            if name == "num_experts" and config.get("num_local_experts") is not None:  # since transformers 5
                 key = "num_local_experts"
             experts[name] = get(config, key, kind, default)
         if experts.get("shared_expert_ffn_size"):
@@ -347,7 +349,7 @@ class Unrotated(Rule):
         if rotated is not None:
             found = [count for count in range(layers + 1) if rotated == _rotated_layers(layers, count)]
             if not found:
-                raise UnsupportedValue("`no_rope_layers` that are not the same in every n-th layer")
+                raise UnsupportedValueError("`no_rope_layers` that are not the same in every n-th layer")
             every = every if every in found else found[0]
         model["unrotated_every"] = every
 

@@ -193,10 +193,10 @@ class Piece:
     @property
     def tensor_shape(self) -> Shape:
         """Return the shape of the box in the file, which has no expert dimension unless experts are stacked."""
-        shape = self.shape
-        if self.transposed:
-            shape = (*shape[:-2], shape[-1], shape[-2])
-        return shape[-2:] if len(shape) == 3 and not self.stacked else shape
+        if not self.transposed:
+            return self.shape
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
+        return shape if self.stacked else shape[-2:]
 
     def part_of(self, tensor: T) -> T:
         """Return the box as a view of the tensor, with the parameter's dimensions. `tensor`: of torch or numpy."""

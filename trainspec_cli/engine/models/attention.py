@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.models.layers import RMSNorm, make_norm, precise
 from trainspec_cli.engine.models.rope import apply_rope, score_factor
-from trainspec_cli.recipe.keys.model import SINK_DIMS, DecoderModel
+from trainspec_cli.recipe.keys.model import SINK_DIMS, DecoderModel, Rotation
 
 
 def attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -134,7 +134,7 @@ class Attention(nn.Module):
 
     rope = staticmethod(apply_rope)
 
-    def __init__(self, model: DecoderModel, window: int | None = None):
+    def __init__(self, model: DecoderModel, window: int | None = None, rotation: Rotation = "global"):
         super().__init__()
         inputs = model.hidden_size
         head_dim = model.head_dim
@@ -142,7 +142,9 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.rotated_size = model.rotated_size
         self.pairs_neighbours = model.rotary_pairs == "neighbours"
-        self.scale = score_factor(model.rope_scaling) * (model.attention_scale or 1 / math.sqrt(head_dim))
+        self.scale = model.attention_scale or 1 / math.sqrt(head_dim)
+        if rotation == "global":
+            self.scale *= score_factor(model.rope_scaling)
         self.core = CausalCore(
             window=window, scale=self.scale, sinks=model.attention_sinks, softcap=model.attention_softcap
         )
@@ -192,7 +194,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     rope = staticmethod(apply_rope)
 
-    def __init__(self, model: DecoderModel, window: int | None = None):
+    def __init__(self, model: DecoderModel, window: int | None = None, _rotation: Rotation = "global"):
         super().__init__()
         mla = model.mla
         inputs = model.hidden_size

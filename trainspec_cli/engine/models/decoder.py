@@ -32,7 +32,7 @@ class Block(nn.Module):
         self.is_parallel = model.parallel_residual != "none"
         self.residual_scale = model.residual_scale
         self.attention_norm = make_norm(model, hidden) if before else None
-        self.attention = attention(model, model.window_of(layer))
+        self.attention = attention(model, model.window_of(layer), self.rotation)
         # The biases are added outside of attention and feed-forward, so that they are added only once if those are
         # spread over ranks and their outputs summed.
         self.attention_bias = nn.Parameter(torch.empty(hidden)) if model.attention_bias == "all" else None
