@@ -17,6 +17,7 @@ from trainspec_cli.engine.build.initial import load_tensors
 from trainspec_cli.engine.models.decoder import Decoder
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.engine.tools.export import assemble
+from trainspec_cli.planner.workload import count_params
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.records import build
 
@@ -116,6 +117,7 @@ def load(folder: Path) -> tuple[DecoderModel, Decoder]:
 def test_logits_and_tensors_are_those_of_transformers(kind: str, number: int, tmp_path: Path) -> None:
     theirs = make(kind, number, tmp_path).eval()
     model, ours = load(tmp_path)
+    assert count_params(model) == sum(parameter.numel() for parameter in theirs.parameters())
     tokens = torch.randint(1, 96, (2, SEQ_LEN))
     with torch.no_grad():
         expected, found = theirs(tokens).logits, ours(tokens)

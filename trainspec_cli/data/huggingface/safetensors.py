@@ -280,8 +280,8 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
     theirs = f"{names.layers}.{layer}"
     named = names.of_layer(model)
     hidden = model.hidden_size
-    for norm in ("attention_norm", "attention_out_norm", "ffn_norm", "ffn_out_norm"):
-        if _has_norm(model, norm):
+    for part, norms in zip(("attention", "ffn"), model.layer_norms, strict=True):
+        for norm in [f"{part}_norm"] * norms.before + [f"{part}_out_norm"] * norms.after:
             yield from _norm(model, f"{ours}.{norm}", f"{theirs}.{named[norm]}", hidden)
     fused: dict[str, list[tuple[str, int, int, int]]] = {}
     for name, tensor, start, row, rows in names.fused(model) if names.fused else ():
@@ -355,12 +355,6 @@ def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Itera
             yield _whole(f"{ours}.shared.{name}.weight", f"{theirs}.{names.shared}.{tensor}.weight", shape)
     if experts.shared_gate:
         yield _whole(f"{ours}.shared_gate", f"{theirs}.{names.shared}_gate.weight", (1, hidden))
-
-
-def _has_norm(model: DecoderModel, norm: str) -> bool:
-    if norm.endswith("out_norm"):
-        return model.norm_places != "before"
-    return model.norm_places != "after" and (norm != "ffn_norm" or model.parallel_residual != "one_norm")
 
 
 def _norm(model: DecoderModel, name: str, tensor: str, size: int) -> Iterator[Parameter]:

@@ -27,21 +27,21 @@ class Block(nn.Module):
         super().__init__()
         hidden = model.hidden_size
         attention = Attention if model.mla is None else MultiHeadLatentAttention
-        before, after = model.norm_places != "after", model.norm_places != "before"
+        of_attention, of_ffn = model.layer_norms
         self.rotation = model.rotation_of(layer)
         self.is_parallel = model.parallel_residual != "none"
         self.residual_scale = model.residual_scale
-        self.attention_norm = make_norm(model, hidden) if before else None
+        self.attention_norm = make_norm(model, hidden) if of_attention.before else None
         self.attention = attention(model, model.window_of(layer), self.rotation)
         # The biases are added outside of attention and feed-forward, so that they are added only once if those are
         # spread over ranks and their outputs summed.
         self.attention_bias = nn.Parameter(torch.empty(hidden)) if model.attention_bias == "all" else None
-        self.attention_out_norm = make_norm(model, hidden) if after else None
-        self.ffn_norm = make_norm(model, hidden) if before and model.parallel_residual != "one_norm" else None
+        self.attention_out_norm = make_norm(model, hidden) if of_attention.after else None
+        self.ffn_norm = make_norm(model, hidden) if of_ffn.before else None
         is_dense = not model.is_expert_layer(layer)
         self.ffn = dense_feed_forward(model) if is_dense else MixtureOfExperts(model)
         self.ffn_bias = nn.Parameter(torch.empty(hidden)) if model.mlp_bias and is_dense else None
-        self.ffn_out_norm = make_norm(model, hidden) if after else None
+        self.ffn_out_norm = make_norm(model, hidden) if of_ffn.after else None
 
     def forward(self, x_BSD: Tensor, *inputs: Tensor) -> Tensor:
         """`inputs`: as in `Decoder.block_inputs`."""

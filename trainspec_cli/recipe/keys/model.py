@@ -137,6 +137,13 @@ class ExpertSpec:
     weights first, and drops the rest. null: it accepts all tokens (dropless)."""
 
 
+class LayerNorms(NamedTuple):
+    """Which norms a part of a layer has."""
+
+    before: bool
+    after: bool
+
+
 class Layer(NamedTuple):
     """A kind of layer in a text model: the modules that follow its norms, in order."""
 
@@ -300,6 +307,13 @@ class DecoderModel:
     @cached_property
     def layer_list(self) -> tuple[Layer, ...]:
         return tuple(self._layer(layer) for layer in range(self.num_layers))
+
+    @property
+    def layer_norms(self) -> tuple[LayerNorms, LayerNorms]:
+        """Return the norms of attention and those of the feed-forward."""
+        before = self.norm_places != "after"
+        after = self.norm_places != "before"
+        return LayerNorms(before, after), LayerNorms(before and self.parallel_residual != "one_norm", after)
 
     def rotation_of(self, layer: int) -> Rotation:
         windowed = self.window_of(layer) is not None
