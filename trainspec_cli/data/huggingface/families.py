@@ -44,7 +44,7 @@ def get(config: JsonObject, key: str, kind: Any, default: Any = MISSING) -> Any:
         value = float(value)
     if not isinstance(value, kind):
         raise WrongTypeError(key, value, kind)
-    if kind in (int, float) and not 0 <= value < math.inf:  # type: ignore[operator]
+    if kind in (int, float) and not 0 <= value < math.inf:
         raise WrongTypeError(key, value, kind)
     return value
 
