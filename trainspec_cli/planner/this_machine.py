@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from trainspec_cli.balance.batch.division import count_micro_batches, turns_of
 from trainspec_cli.planner.capacity import software_of, template_of
@@ -24,11 +24,11 @@ from trainspec_cli.recipe.results.tools import PROBED_HEAD_SIZES, PROBED_HEADS, 
 
 # The CPU
 
-DEPARTURES = (
-    *("gated_mlp", "activation", "gate_limit", "learned_positions", "sliding_window", "mla", "experts"),
-    *("prediction_layers", "attention_bias", "qk_norm", "attention_sinks"),
+SIZES = frozenset(
+    ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size", "tied_embeddings")
 )
-"""Decoder fields that make a model's arithmetic differ from that of a llama."""
+ANY = SIZES | {"name", "hf_type", "rope_theta", "rope_scaling", "norm_eps", "global_attention_every"}
+"""Decoder fields that may have any value in a model whose arithmetic is that of a llama."""
 
 
 def is_predictable(plan: Plan) -> bool:
@@ -42,7 +42,7 @@ def is_predictable(plan: Plan) -> bool:
     trained = plan.device == "cpu" and plan.num_nodes == 1 and not plan.spec.lora.rank
     if not (trained and whole and eager and isinstance(model, DecoderModel)):
         return False
-    return all(getattr(model, name) == DecoderModel.__dataclass_fields__[name].default for name in DEPARTURES)
+    return all(getattr(model, one.name) == one.default for one in fields(DecoderModel) if one.name not in ANY)
 
 
 def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:

@@ -37,9 +37,9 @@ def test_configs_of_transformers_5_keep_the_rotation_in_one_place():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "gpt2"}, "x has model_type 'gpt2'; supported are llama, mistral"),
-        ({"hidden_act": "gelu"}, "x has hidden_act 'gelu'"),
-        ({"rope_scaling": {"type": "dynamic"}}, "x scales rotary embeddings by 'dynamic'"),
+        ({"model_type": "bloom"}, "x has model_type 'bloom'; supported are llama, mistral"),
+        ({"hidden_act": "tanh"}, "x has hidden_act 'tanh'"),
+        ({"rope_scaling": {"type": "dynamic"}}, "x has rotary embeddings scaled by 'dynamic'"),
         ({"quantization_config": {"bits": 4}}, "x has quantization_config"),
     ],
 )
@@ -57,12 +57,12 @@ def test_a_key_that_is_missing_is_named():
 
 @pytest.mark.parametrize(
     ("kind", "key"),
-    [("mixtral", "num_experts"), ("qwen3_moe", "num_experts_per_tok"), ("qwen3_moe", "moe_intermediate_size")],
+    [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts_per_tok"), ("qwen3_moe", "moe_intermediate_size")],
 )
 def test_a_key_that_only_this_type_needs_is_named(kind, key):
     config = {name: value for name, value in write_config(MODELS[kind], 1024, "bfloat16").items() if name != key}
     with pytest.raises(RecipeError, match=f"x has no '{key}'"):
-        read_model(config | {"num_local_experts": None}, "x")
+        read_model(config, "x")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_models_that_have_no_place_there_name_every_key():
     with pytest.raises(RecipeError) as raised:
         model_type(strange)
     paths = [problem.path for problem in raised.value.problems]
-    assert paths == ["model.mla", "model.experts.shared_experts", "model.experts.balance_rate"]
+    assert {"model.experts.shared_experts", "model.experts.balance_rate"} <= set(paths)
     with pytest.raises(RecipeError, match=r"`model.family`.* hybrid"):
         model_type(HybridModel(64, 512, 2))
 
@@ -112,15 +112,17 @@ def test_the_whole_config_of_each_type():
         "beta_slow": 1.0, "truncate": True,
     }  # fmt: skip
     special = {
-        "llama": ("LlamaForCausalLM", {"attention_bias": False, "rope_scaling": llama3}),
+        "llama": ("LlamaForCausalLM", {"attention_bias": False, "mlp_bias": False, "rope_scaling": llama3}),
         "mistral": ("MistralForCausalLM", {"sliding_window": 4096}),
-        "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
-        "qwen3": ("Qwen3ForCausalLM", {"attention_bias": False, "rope_scaling": yarn}),
+        "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True, "use_sliding_window": False}),
+        "qwen3": (
+            "Qwen3ForCausalLM", {"attention_bias": False, "use_sliding_window": False, "rope_scaling": yarn}
+        ),
         "mixtral": ("MixtralForCausalLM", {"sliding_window": None, "intermediate_size": 48, **experts}),
         "qwen3_moe": (
             "Qwen3MoeForCausalLM",
             {"attention_bias": False, **experts, "num_experts": 8, "moe_intermediate_size": 48,
-             "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+             "use_sliding_window": False, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         ),
     }  # fmt: skip
     for kind, (architecture, own) in special.items():
@@ -135,12 +137,9 @@ LEAST = {
 
 
 def test_keys_that_are_left_out_have_transformers_defaults():
-    assert read_model(LEAST, "x") == {
-        "family": "decoder", "name": "llama", "num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4,
-        "head_dim": 16, "ffn_size": 160, "vocab_size": 512, "tied_embeddings": False, "norm_eps": 1e-6,
-        "attention_bias": "none", "qk_norm": False, "sliding_window": None, "global_attention_every": 1,
-        "rope_theta": 10_000.0, "rope_scaling": None, "experts": None,
-    }  # fmt: skip
+    read, problems = build(DecoderModel, read_model(LEAST, "x"))
+    assert problems == []
+    assert read == DecoderModel(2, 64, 4, 4, 16, 160, 512, name="llama", norm_eps=1e-6, hf_type="llama")
 
 
 @pytest.mark.parametrize(
@@ -150,9 +149,8 @@ def test_keys_that_are_left_out_have_transformers_defaults():
         ({"_name_or_path": ""}, {"name": "llama"}),
         ({"num_key_value_heads": 2, "head_dim": 8}, {"num_kv_heads": 2, "head_dim": 8}),
         ({"attention_bias": True}, {"attention_bias": "all"}),
-        ({"model_type": "qwen2"}, {"attention_bias": "qkv", "qk_norm": False}),
+        ({"model_type": "qwen2"}, {"attention_bias": "qkv"}),
         ({"model_type": "qwen3"}, {"attention_bias": "none", "qk_norm": True}),
-        ({"sliding_window": 9}, {"sliding_window": None, "global_attention_every": 1}),
         ({"model_type": "mistral", "sliding_window": 9}, {"sliding_window": 9, "global_attention_every": 0}),
         ({"rope_theta": 5.0}, {"rope_theta": 5.0}),
         ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0}}, {"rope_theta": 7.0}),
@@ -198,16 +196,12 @@ def test_a_value_of_another_kind_is_refused(key, value, shown):
 @pytest.mark.parametrize(
     ("model", "path"),
     [
-        (replace(LLAMA, gated_mlp=False), "model.gated_mlp"),
+        (replace(LLAMA, gate_limit=7.0), "model.gate_limit"),
         (replace(LLAMA, learned_positions=64), "model.learned_positions"),
         (replace(LLAMA, attention_sinks=True), "model.attention_sinks"),
-        (replace(LLAMA, attention_bias="qkv", qk_norm=True), "model.attention_bias"),
-        (replace(LLAMA, attention_bias="qkv", sliding_window=8, global_attention_every=0), "model.attention_bias"),
         (replace(LLAMA, attention_bias="qkv", experts=ExpertSpec(8, 2, 48)), "model.attention_bias"),
-        (replace(LLAMA, sliding_window=8, global_attention_every=2), "model.sliding_window"),
-        (replace(LLAMA, sliding_window=8, global_attention_every=0, qk_norm=True), "model.sliding_window"),
+        (replace(LLAMA, sliding_window=8, global_attention_every=0, qk_norm=True), "model.qk_norm"),
         (replace(LLAMA, experts=ExpertSpec(8, 2, 48, normalise_weights=False)), "model.experts.normalise_weights"),
-        (replace(LLAMA, experts=ExpertSpec(8, 2, 48, first_dense_layers=1)), "model.experts.first_dense_layers"),
         (replace(LLAMA, experts=ExpertSpec(8, 2, 48, weight_scale=2.0)), "model.experts.weight_scale"),
         (replace(LLAMA, experts=ExpertSpec(8, 2, 48, num_groups=2)), "model.experts.num_groups"),
     ],

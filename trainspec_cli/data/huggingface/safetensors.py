@@ -7,9 +7,10 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
@@ -21,9 +22,13 @@ from trainspec_cli.core.reading.files import (
     read_object,
     show_kind,
 )
+from trainspec_cli.data.huggingface.config import model_type
+from trainspec_cli.data.huggingface.families import FAMILIES, Names
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.records import read_record, to_plain
+
+T = TypeVar("T", bound=Any)
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit on the size of a header."""
@@ -170,7 +175,7 @@ _PROJECTIONS = {
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor, and the box within a parameter that it fills."""
+    """A box within a parameter, and the tensor that it comes from."""
 
     tensor: str
     start: Shape
@@ -179,12 +184,27 @@ class Piece:
     """Shape of the box, with the same number of dimensions as the parameter."""
     transposed: bool = False
     """True if the tensor stores the last two dimensions in reverse order."""
+    row: int | None = None
+    """The first row within the tensor, if the box is only a part of it. (Rows are those of the parameter, even if the
+    tensor is transposed.)"""
+    stacked: bool = False
+    """True if the tensor has the parameter's dimension of experts."""
 
     @property
     def tensor_shape(self) -> Shape:
-        """Return the tensor's shape in the file, which has no expert dimension."""
-        shape = self.shape[-2:] if self.transposed else self.shape
-        return shape[::-1] if self.transposed else shape
+        """Return the shape of the box in the file, which has no expert dimension unless experts are stacked."""
+        if not self.transposed:
+            return self.shape
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
+        return shape if self.stacked else shape[-2:]
+
+    def part_of(self, tensor: T) -> T:
+        """Return the box as a view of the tensor, with the parameter's dimensions. `tensor`: of torch or numpy."""
+        if self.transposed:
+            tensor = tensor.swapaxes(-1, -2)
+        if self.row is not None:
+            tensor = tensor[self.row : self.row + self.shape[0]]
+        return tensor.reshape(self.shape)
 
     def overlap(self, start: Shape, shape: Shape) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
         """Return (slices of this piece, slices of the box at `start`) for the overlap; None if they do not overlap."""
@@ -215,65 +235,132 @@ class Parameter:
 def parameters(model: DecoderModel) -> list[Parameter]:
     """Return every parameter of `model`, in checkpoint order. The model must be one that `config.model_type`
     supports."""
+    names = FAMILIES[model_type(model)].names
     hidden = model.hidden_size
     vocab = model.vocab_size
-    found = [_whole("embed.weight", EMBED, (vocab, hidden))]
+    found = [_whole("embed.weight", f"{names.embed}.weight", (vocab, hidden))]
+    if model.learned_positions:
+        shape = (model.learned_positions, hidden)
+        found.append(_whole("position_embed.weight", f"{names.positions}.weight", shape))
     for layer in range(model.num_layers):
-        found += _layer(model, layer)
-    found.append(_whole("norm.weight", "model.norm.weight", (hidden,)))
-    return found if model.tied_embeddings else [*found, _whole("head.weight", HEAD, (vocab, hidden))]
+        found += _layer(model, layer, names)
+    found += _norm(model, "norm", names.norm, hidden)
+    return found if model.tied_embeddings else [*found, _whole("head.weight", f"{names.head}.weight", (vocab, hidden))]
 
 
 def tensor_shapes(model: DecoderModel) -> dict[str, Shape]:
     """Return the shape of every tensor in a checkpoint of `model`, by name."""
-    return {piece.tensor: piece.tensor_shape for parameter in parameters(model) for piece in parameter.pieces}
+    return {name: stored_shape(places) for name, places in places_of(parameters(model)).items()}
 
 
-def _layer(model: DecoderModel, layer: int) -> Iterator[Parameter]:
+Places = list[tuple[Parameter, Piece]]
+
+
+def places_of(parameters: Iterable[Parameter]) -> dict[str, Places]:
+    """Return the pieces that each tensor consists of, in the order of its rows."""
+    places: dict[str, Places] = {}
+    for parameter in parameters:
+        for piece in parameter.pieces:
+            places.setdefault(piece.tensor, []).append((parameter, piece))
+    return {name: sorted(found, key=lambda place: place[1].row or 0) for name, found in places.items()}
+
+
+def stored_shape(places: Places) -> Shape:
+    """Return the shape of the tensor that consists of these pieces."""
+    _, piece = places[0]
+    shape = piece.tensor_shape
+    if piece.row is None:
+        return shape
+    rows = sum(one.shape[0] for _, one in places)
+    return (*shape[:-1], rows) if piece.transposed else (rows, *shape[1:])
+
+
+def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]:
     ours = f"blocks.{layer}"
-    theirs = f"model.layers.{layer}"
+    theirs = f"{names.layers}.{layer}"
+    named = names.of_layer(model)
     hidden = model.hidden_size
-    yield _whole(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", (hidden,))
-    attended = f"{theirs}.self_attn"
-    hidden = model.hidden_size
+    for part, norms in zip(("attention", "ffn"), model.layer_norms, strict=True):
+        for norm in [f"{part}_norm"] * norms.before + [f"{part}_out_norm"] * norms.after:
+            yield from _norm(model, f"{ours}.{norm}", f"{theirs}.{named[norm]}", hidden)
+    fused: dict[str, list[tuple[str, int, int, int]]] = {}
+    for name, tensor, start, row, rows in names.fused(model) if names.fused else ():
+        fused.setdefault(name, []).append((f"{theirs}.{tensor}", start, row, rows))
+
+    def matrix(name: str, rows: int, columns: int, *, biased: bool) -> Iterator[Parameter]:
+        shape = (rows, columns)
+        kept = fused.get(name)
+        if kept is None:
+            tensor = f"{theirs}.{named[name]}"
+            pieces = [Piece(f"{tensor}.weight", (0, 0), shape, transposed=names.transposed)]
+            of_bias = [Piece(f"{tensor}.bias", (0,), (rows,))]
+        else:
+            pieces = [
+                Piece(f"{tensor}.weight", (start, 0), (count, columns), transposed=names.transposed, row=row)
+                for tensor, start, row, count in kept
+            ]
+            of_bias = [Piece(f"{tensor}.bias", (start,), (count,), row=row) for tensor, start, row, count in kept]
+        yield Parameter(f"{ours}.{name}.weight", shape, tuple(pieces))
+        if biased:
+            yield Parameter(f"{ours}.{name}.bias", (rows,), tuple(of_bias))
+
     head = model.head_dim
-    for matrix, heads in {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}.items():
-        name = f"{ours}.attention.{matrix}"
-        yield _whole(f"{name}.weight", f"{attended}.{matrix}_proj.weight", (heads * head, hidden))
-        if model.attention_bias != "none":
-            yield _whole(f"{name}.bias", f"{attended}.{matrix}_proj.bias", (heads * head,))
-    yield _whole(f"{ours}.attention.out.weight", f"{attended}.o_proj.weight", (hidden, model.num_heads * head))
+    for name, heads in {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}.items():
+        yield from matrix(f"attention.{name}", heads * head, hidden, biased=model.attention_bias != "none")
+    yield from matrix("attention.out", hidden, model.num_heads * head, biased=False)
     if model.attention_bias == "all":
-        yield _whole(f"{ours}.attention_bias", f"{attended}.o_proj.bias", (hidden,))
+        yield _whole(f"{ours}.attention_bias", f"{theirs}.{named['attention.out']}.bias", (hidden,))
     if model.qk_norm:
-        for norm in ("q_norm", "k_norm"):
-            yield _whole(f"{ours}.attention.{norm}.weight", f"{attended}.{norm}.weight", (head,))
-    yield _whole(f"{ours}.ffn_norm.weight", f"{theirs}.post_attention_layernorm.weight", (hidden,))
-    if model.experts is not None:
-        # Qwen3's names if queries and keys are normalised, otherwise Mixtral's.
-        ours = f"{ours}.ffn"
-        theirs = f"{theirs}.mlp" if model.qk_norm else f"{theirs}.block_sparse_moe"
-        gate, up, down = ("gate_proj", "up_proj", "down_proj") if model.qk_norm else ("w1", "w3", "w2")
-        count = model.experts.num_experts
-        hidden = model.hidden_size
-        width = model.experts.expert_ffn_size
+        for norm, heads in (("q_norm", model.num_heads), ("k_norm", model.num_kv_heads)):
+            size = head * (heads if model.qk_norm_over == "all" else 1)
+            yield from _norm(model, f"{ours}.attention.{norm}", f"{theirs}.{named[f'attention.{norm}']}", size)
+    if model.is_expert_layer(layer):
+        yield from _experts(model, f"{ours}.ffn", f"{theirs}.{names.moe}", names)
+        return
+    for name in ("gate", "up") if model.gated_mlp else ("up",):
+        yield from matrix(f"ffn.{name}", model.ffn_size, hidden, biased=model.mlp_bias)
+    yield from matrix("ffn.down", hidden, model.ffn_size, biased=False)
+    if model.mlp_bias:
+        yield _whole(f"{ours}.ffn_bias", f"{theirs}.{named['ffn.down']}.bias", (hidden,))
+
+
+def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Iterator[Parameter]:
+    experts = model.experts
+    assert experts is not None
+    hidden, width = model.hidden_size, experts.expert_ffn_size
+    rows = range(experts.num_experts)
+    up_shape, down_shape = (experts.num_experts, hidden, 2 * width), (experts.num_experts, width, hidden)
+    yield _whole(f"{ours}.router.weight", f"{theirs}.{names.router}.weight", (experts.num_experts, hidden))
+    if len(names.experts) == 2:  # all experts in one tensor
+        both, down = names.experts
+        for name, tensor, shape in (("up", both, up_shape), ("down", down, down_shape)):
+            piece = Piece(f"{theirs}.{tensor}", (0, 0, 0), shape, transposed=True, stacked=True)
+            yield Parameter(f"{ours}.experts.{name}", shape, (piece,))
+    else:
+        gate, up, down = names.experts
 
         def piece(expert: int, matrix: str, column: int, shape: Shape) -> Piece:
             return Piece(
                 f"{theirs}.experts.{expert}.{matrix}.weight", (expert, 0, column), (1, *shape), transposed=True
             )
 
-        rows = range(count)
         halves = [piece(e, name, at, (hidden, width)) for e in rows for name, at in ((gate, 0), (up, width))]
         downs = [piece(e, down, 0, (width, hidden)) for e in rows]
-        yield _whole(f"{ours}.router.weight", f"{theirs}.gate.weight", (count, hidden))
-        yield Parameter(f"{ours}.experts.up", (count, hidden, 2 * width), tuple(halves))
-        yield Parameter(f"{ours}.experts.down", (count, width, hidden), tuple(downs))
-        return
-    wide = (model.ffn_size, hidden)
-    tall = (hidden, model.ffn_size)
-    for matrix, shape in {"gate": wide, "up": wide, "down": tall}.items():
-        yield _whole(f"{ours}.ffn.{matrix}.weight", f"{theirs}.mlp.{matrix}_proj.weight", shape)
+        yield Parameter(f"{ours}.experts.up", up_shape, tuple(halves))
+        yield Parameter(f"{ours}.experts.down", down_shape, tuple(downs))
+    if experts.shared_experts:
+        shared = experts.shared_experts * (experts.shared_expert_ffn_size or width)
+        for name, tensor in {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}.items():
+            shape = (hidden, shared) if name == "down" else (shared, hidden)
+            yield _whole(f"{ours}.shared.{name}.weight", f"{theirs}.{names.shared}.{tensor}.weight", shape)
+    if experts.shared_gate:
+        yield _whole(f"{ours}.shared_gate", f"{theirs}.{names.shared}_gate.weight", (1, hidden))
+
+
+def _norm(model: DecoderModel, name: str, tensor: str, size: int) -> Iterator[Parameter]:
+    yield _whole(f"{name}.weight", f"{tensor}.weight", (size,))
+    if model.norm_bias:
+        yield _whole(f"{name}.bias", f"{tensor}.bias", (size,))
 
 
 def _whole(name: str, tensor: str, shape: Shape) -> Parameter:

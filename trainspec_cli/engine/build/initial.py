@@ -106,7 +106,7 @@ class MappedTensors:
                 tensor[box] = numbers.as_strided(held.shape, held.strides)
         else:
             tensor = self._numbers(entry.file, entry.start, entry.bytes, DTYPES[entry.dtype]).view(entry.shape)
-        return (tensor.transpose(-1, -2) if piece.transposed else tensor).view(piece.shape)
+        return piece.part_of(tensor)
 
     def _numbers(self, file: Path, start: int, size: int, dtype: torch.dtype) -> Tensor:
         if file not in self._files:

@@ -42,12 +42,20 @@ def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     return turned.transpose(1, 2)
 
 
-def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, _chunk: object = None) -> Tensor:
+def linear_cross_entropy(
+    x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, _chunk: object = None, softcap: float | None = None
+) -> Tensor:
     """Return the summed loss in fp32. The gradient of the head is also summed in fp32."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     loss = liger_fused_linear_cross_entropy(
-        x_TD, weight_VD, targets_T, ignore_index=IGNORED_TARGET, reduction="sum", accum_dtype=torch.float32
+        x_TD,
+        weight_VD,
+        targets_T,
+        ignore_index=IGNORED_TARGET,
+        reduction="sum",
+        accum_dtype=torch.float32,
+        softcap=softcap,
     )
     return loss.float()
 

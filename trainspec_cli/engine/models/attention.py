@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.layers import RMSNorm
+from trainspec_cli.engine.models.layers import RMSNorm, make_norm, precise
 from trainspec_cli.engine.models.rope import apply_rope, score_factor
-from trainspec_cli.recipe.keys.model import SINK_DIMS, DecoderModel
+from trainspec_cli.recipe.keys.model import SINK_DIMS, DecoderModel, Rotation
 
 
 def attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -28,6 +28,20 @@ def attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | Non
     )
 
 
+def capped_attention(
+    q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, scale: float | None, cap: float
+) -> Tensor:
+    """Like `attention`, with scores limited to cap * tanh(score / cap). The fused kernels do not support this, so all
+    scores are stored."""
+    groups = q_BHSE.shape[1] // k_BKTE.shape[1]
+    k_BHTE, v_BHTE = (x.repeat_interleave(groups, dim=1) for x in (k_BKTE, v_BKTE))
+    if mask is None:
+        mask = torch.ones(q_BHSE.shape[2], k_BHTE.shape[2], dtype=torch.bool, device=q_BHSE.device).tril()
+    scores_BHST = (q_BHSE @ k_BHTE.transpose(-1, -2)) * (q_BHSE.shape[-1] ** -0.5 if scale is None else scale)
+    scores_BHST = (cap * torch.tanh(scores_BHST / cap)).masked_fill(~mask, -torch.inf)
+    return precise(scores_BHST).softmax(dim=-1).to(v_BHTE.dtype) @ v_BHTE
+
+
 class CausalCore(nn.Module):
     """Scores, softmax and values: the part of attention that mixes tokens along the sequence.
 
@@ -38,10 +52,18 @@ class CausalCore(nn.Module):
 
     attention = staticmethod(attention)
 
-    def __init__(self, *, window: int | None = None, scale: float | None = None, sinks: bool = False):
+    def __init__(
+        self,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: bool = False,
+        softcap: float | None = None,
+    ):
         """`scale` multiplies the scores; None means 1 / sqrt(E). With `sinks`, queries contain the sink logit of their
-        head."""
+        head. `softcap` limits the scores."""
         super().__init__()
+        self.softcap = softcap
         self.window = window
         self.scale = scale
         self.sinks = sinks
@@ -83,6 +105,8 @@ class CausalCore(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attend in one kernel call. Sinks are represented by an additional first key, whose logit comes from the
         queries and whose value is zero."""
+        if self.softcap is not None:
+            return capped_attention(q, k, v, mask, self.scale, self.softcap)
         if not self.sinks:
             return self.attention(q, k, v, mask, self.scale)
         in_front = (0, 0, 1, 0)
@@ -110,35 +134,56 @@ class Attention(nn.Module):
 
     rope = staticmethod(apply_rope)
 
-    def __init__(self, model: DecoderModel, window: int | None = None):
+    def __init__(self, model: DecoderModel, window: int | None = None, rotation: Rotation = "global"):
         super().__init__()
         inputs = model.hidden_size
         head_dim = model.head_dim
         bias = model.attention_bias != "none"
         self.head_dim = head_dim
-        self.scale = score_factor(model.rope_scaling) / math.sqrt(head_dim)
-        self.core = CausalCore(window=window, scale=self.scale, sinks=model.attention_sinks)
+        self.rotated_size = model.rotated_size
+        self.pairs_neighbours = model.rotary_pairs == "neighbours"
+        self.scale = model.attention_scale or 1 / math.sqrt(head_dim)
+        if rotation == "global":
+            self.scale *= score_factor(model.rope_scaling)
+        self.core = CausalCore(
+            window=window, scale=self.scale, sinks=model.attention_sinks, softcap=model.attention_softcap
+        )
         self.q = nn.Linear(inputs, model.num_heads * head_dim, bias=bias)
         self.k = nn.Linear(inputs, model.num_kv_heads * head_dim, bias=bias)
         self.v = nn.Linear(inputs, model.num_kv_heads * head_dim, bias=bias)
         self.out = nn.Linear(model.num_heads * head_dim, inputs, bias=False)
-        self.q_norm = RMSNorm(head_dim, eps=model.norm_eps) if model.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, eps=model.norm_eps) if model.qk_norm else None
+        self.q_norm = self.k_norm = None
+        self.norms_heads = model.qk_norm_over == "head"
+        if model.qk_norm:
+            self.q_norm = make_norm(model, head_dim * (1 if self.norms_heads else model.num_heads))
+            self.k_norm = make_norm(model, head_dim * (1 if self.norms_heads else model.num_kv_heads))
         self.sinks = nn.Parameter(torch.empty(model.num_heads)) if model.attention_sinks else None
 
     def forward(
         self, x_BSD: Tensor, cos_SE: Tensor | None = None, sin_SE: Tensor | None = None, mask_B1SS: Tensor | None = None
     ) -> Tensor:
         split = (-1, self.head_dim)
-        q_BSHE, k_BSKE, v_BSKE = (project(x_BSD).unflatten(-1, split) for project in (self.q, self.k, self.v))
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = (project(x_BSD) for project in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BSHE, k_BSKE, v_BSKE = (x.unflatten(-1, split) for x in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None and self.norms_heads:
             q_BSHE = self.q_norm(q_BSHE)
             k_BSKE = self.k_norm(k_BSKE)
         if cos_SE is not None and sin_SE is not None:
-            q_BSHE, k_BSKE = (self.rope(x, cos_SE, sin_SE) for x in (q_BSHE, k_BSKE))
+            q_BSHE, k_BSKE = (self._rotate(x, cos_SE, sin_SE) for x in (q_BSHE, k_BSKE))
         if self.sinks is not None:
             q_BSHE, k_BSKE = carry_sinks(q_BSHE, k_BSKE, self.sinks, self.scale)
         return self.out(self.core(q_BSHE, k_BSKE, v_BSKE, mask_B1SS).flatten(2))
+
+    def _rotate(self, x_BSHE: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+        """Rotate the first R elements of each head. Neighbours are brought to the two halves, where they stay: scores
+        do not change if queries and keys have the same order."""
+        rotated, rest = x_BSHE[..., : self.rotated_size], x_BSHE[..., self.rotated_size :]
+        if self.pairs_neighbours:
+            rotated = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        rotated = self.rope(rotated, cos_SR, sin_SR)
+        return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -149,7 +194,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     rope = staticmethod(apply_rope)
 
-    def __init__(self, model: DecoderModel, window: int | None = None):
+    def __init__(self, model: DecoderModel, window: int | None = None, _rotation: Rotation = "global"):
         super().__init__()
         mla = model.mla
         inputs = model.hidden_size

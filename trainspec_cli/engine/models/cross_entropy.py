@@ -13,6 +13,8 @@ Shapes: T tokens, D hidden size, V vocabulary, C tokens of one chunk, G tokens o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,10 +53,24 @@ class ChunkCrossEntropy(nn.Module):
         return torch.where(counted_C, loss_C, 0.0).sum(), logits_CV.copy_(dlogits_CV)
 
 
+def capped_chunk(
+    chunk: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], softcap: float, logits_CV: Tensor, targets_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the same as `chunk` for logits limited to softcap * tanh(logit / softcap) (Gemma 2, arXiv:2408.00118)."""
+    tanh_CV = torch.tanh(precise(logits_CV) / softcap)
+    loss, dlogits_CV = chunk(softcap * tanh_CV, targets_C)
+    return loss, logits_CV.copy_(dlogits_CV * (1 - tanh_CV.square()))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, chunk: nn.Module, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_bytes: int
+        ctx: Any,
+        chunk: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        targets_T: Tensor,
+        chunk_bytes: int,
     ) -> Tensor:
         needs_gradient = any(ctx.needs_input_grad)
         trains_weight = ctx.needs_input_grad[2]
@@ -103,13 +119,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: nn.Module, chunk_bytes: int = LOSS_CHUNK_BYTES
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    chunk: nn.Module,
+    softcap: float | None = None,
+    chunk_bytes: int = LOSS_CHUNK_BYTES,
 ) -> Tensor:
     """Return the sum over tokens of -log softmax(x weight^T)[target]: a scalar in fp32. `IGNORED_TARGET`s are skipped.
 
-    `chunk` computes the loss and gradient of one chunk of logits, of at most `chunk_bytes` in fp32.
+    `chunk` computes the loss and gradient of one chunk of logits, of at most `chunk_bytes` in fp32. `softcap` limits
+    the logits; None: they are not limited.
     """
-    return _LinearCrossEntropy.apply(chunk, x_TD, weight_VD, targets_T, chunk_bytes)
+    capped = chunk if softcap is None else partial(capped_chunk, chunk, softcap)
+    return _LinearCrossEntropy.apply(capped, x_TD, weight_VD, targets_T, chunk_bytes)
 
 
 class LinearCrossEntropy(nn.Module):
@@ -120,8 +143,12 @@ class LinearCrossEntropy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.chunk: nn.Module = ChunkCrossEntropy()
+        self.softcap: float | None = None
 
     def forward(self, x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor | None) -> Tensor:
         if targets_BS is None:
-            return F.linear(x_BSD, weight_VD)
-        return self.linear_cross_entropy(x_BSD.flatten(0, -2), weight_VD, targets_BS.flatten(), self.chunk)
+            logits_BSV = F.linear(x_BSD, weight_VD)
+            return logits_BSV if self.softcap is None else self.softcap * torch.tanh(logits_BSV / self.softcap)
+        return self.linear_cross_entropy(
+            x_BSD.flatten(0, -2), weight_VD, targets_BS.flatten(), self.chunk, self.softcap
+        )

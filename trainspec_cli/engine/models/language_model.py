@@ -93,6 +93,8 @@ class LanguageModel(PublishedModel):
         "blocks.*.attention.[qkv].lora_b": 0,
         "blocks.*.attention.out.weight": 1,
         "blocks.*.attention.out.lora_a": 1,
+        "blocks.*.ffn.gate.bias": 0,
+        "blocks.*.ffn.up.bias": 0,
         "blocks.*.ffn.gate.weight": 0,
         "blocks.*.ffn.up.weight": 0,
         "blocks.*.ffn.down.weight": 1,
@@ -130,7 +132,8 @@ class LanguageModel(PublishedModel):
         embeds = first or (last and model.tied_embeddings)
         self.embed = nn.Embedding(model.vocab_size, model.hidden_size) if embeds else None
         self.blocks = nn.ModuleDict({str(layer): make_block(layer) for layer in layers})
-        self.norm = RMSNorm(model.hidden_size, eps=model.norm_eps) if last else None
+        self.norm: nn.Module | None = RMSNorm(model.hidden_size, eps=model.norm_eps) if last else None
+        self.logit_scale = 1.0
         self.head = None
         if last and not model.tied_embeddings:
             self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
@@ -153,7 +156,10 @@ class LanguageModel(PublishedModel):
             return x_BSD
         head = self.head or self.embed
         assert head is not None, "in a tied model, the last stage also holds the embedding"
-        return self.loss(self.norm(x_BSD), head.weight, targets_BS)
+        x_BSD = self.norm(x_BSD)
+        if self.logit_scale != 1:
+            x_BSD = x_BSD * self.logit_scale
+        return self.loss(x_BSD, head.weight, targets_BS)
 
     def embed_tokens(self, tokens_BS: Tensor) -> Tensor:
         assert self.embed is not None, "only the first stage takes tokens"

@@ -4,6 +4,7 @@ channel."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.accelerators import KINDS
-from trainspec_cli.recipe.keys.model import Activation
+from trainspec_cli.recipe.keys.model import Activation, DecoderModel
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
@@ -21,9 +22,30 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
 
 class RMSNorm(nn.RMSNorm):
     rms_norm = staticmethod(rms_norm)
+    offset = 0.0
+    """Added to the weight. A model with an offset stores weights around 0 instead of 1 (`norm_offset`)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.rms_norm(x, self.weight, self.eps)
+        return self.rms_norm(x, self.weight + self.offset if self.offset else self.weight, self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    offset = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight + self.offset if self.offset else self.weight
+        return F.layer_norm(x, self.normalized_shape, weight, self.bias, self.eps)
+
+
+def make_norm(model: DecoderModel, size: int) -> RMSNorm | LayerNorm:
+    """Return a norm of the model's kind for rows of `size` elements."""
+    norm: RMSNorm | LayerNorm
+    if model.norm == "rms":
+        norm = RMSNorm(size, eps=model.norm_eps)
+    else:
+        norm = LayerNorm(size, eps=model.norm_eps, bias=model.norm_bias)
+    norm.offset = 1.0 if model.norm_offset else 0.0
+    return norm
 
 
 def precise(x: Tensor) -> Tensor:
@@ -34,6 +56,7 @@ def precise(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),  # squared ReLU (arXiv:2109.08668)
 }
 
@@ -68,10 +91,11 @@ class GatedActivation(nn.Module):
 class FeedForward(GatedActivation):
     """A feed-forward layer: down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
 
-    def __init__(self, hidden_size: int, ffn_size: int, *, gated: bool, activation: Activation):
+    def __init__(self, hidden_size: int, ffn_size: int, *, gated: bool, activation: Activation, bias: bool = False):
+        """With `bias`, the owner adds the bias of `down`."""
         super().__init__(activation)
-        self.gate = nn.Linear(hidden_size, ffn_size, bias=False) if gated else None
-        self.up = nn.Linear(hidden_size, ffn_size, bias=False)
+        self.gate = nn.Linear(hidden_size, ffn_size, bias=bias) if gated else None
+        self.up = nn.Linear(hidden_size, ffn_size, bias=bias)
         self.down = nn.Linear(ffn_size, hidden_size, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ def rope_angles(
 ) -> Tensor:
     """Return the angles of the pairs (eq. 15): (S, E/2), fp32."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
-    if scaling is not None:
+    if scaling is not None and scaling.kind == "linear":
+        frequencies = frequencies / scaling.factor
+    elif scaling is not None:
         # Divide the frequencies of long wavelengths by the factor, keep those of short ones, and interpolate linearly
         # in between.
         if (

@@ -23,9 +23,12 @@ from trainspec_cli.data.huggingface.safetensors import (
     SINGLE,
     Parameter,
     Piece,
+    Places,
     adapters_of,
     make_header,
     parameters,
+    places_of,
+    stored_shape,
 )
 from trainspec_cli.data.weights.naming import OtherTensor, RowRange, other_tensors
 from trainspec_cli.data.weights.stored import Shape
@@ -91,18 +94,32 @@ def export_other(plan: Plan, request: ExportRequest) -> int:
 
 def _files(wanted: Sequence[Parameter], request: ExportRequest) -> Iterator[list[Parameter]]:
     """Yield the parameters of one file after another. A file has at most `max_file_bytes`, unless a single parameter is
-    larger."""
+    larger, or several that one tensor consists of."""
     held: list[Parameter] = []
     size = 0
-    for parameter in wanted:
-        added = parameter.numel * DTYPE_BYTES[request.dtype]
+    for together in _sharing(wanted):
+        added = sum(parameter.numel for parameter in together) * DTYPE_BYTES[request.dtype]
         if held and size + added > request.max_file_bytes:
             yield held
             held = []
             size = 0
-        held.append(parameter)
+        held += together
         size += added
     yield held
+
+
+def _sharing(wanted: Sequence[Parameter]) -> Iterator[list[Parameter]]:
+    """Yield the parameters in runs, so that no tensor consists of parameters of two runs."""
+    last = {piece.tensor: index for index, parameter in enumerate(wanted) for piece in parameter.pieces}
+    together: list[Parameter] = []
+    end = 0
+    for index, parameter in enumerate(wanted):
+        together.append(parameter)
+        end = max(end, *(last[piece.tensor] for piece in parameter.pieces))
+        if index == end:
+            yield together
+            together = []
+            end = index + 1
 
 
 def _parameters(plan: Plan) -> list[Parameter]:
@@ -123,11 +140,11 @@ def read(plan: Plan, checkpoint: Path, wanted: Sequence[Parameter]) -> dict[str,
 
 
 def write_file(path: Path, held: Sequence[Parameter], full: Mapping[str, Tensor], dtype: str) -> None:
-    pieces = [(parameter.name, piece) for parameter in held for piece in parameter.pieces]
+    tensors = places_of(held)
     with path.open("wb") as file:
-        file.write(make_header({piece.tensor: (dtype, piece.tensor_shape) for _, piece in pieces}))
-        for name, piece in pieces:
-            tensor = cut(full[name], piece).to(DTYPES[dtype]).contiguous()
+        file.write(make_header({name: (dtype, stored_shape(places)) for name, places in tensors.items()}))
+        for places in tensors.values():
+            tensor = assemble(places, full).to(DTYPES[dtype]).contiguous()
             file.write(tensor.view(torch.uint8).numpy().data)
 
 
@@ -215,16 +232,21 @@ def write_state(tensors: Sequence[OtherTensor], read: ReadTensor, dtype: torch.d
 
 def reader(model: DecoderModel, read: Callable[[Sequence[Parameter]], Mapping[str, Tensor]]) -> ReadTensor:
     """Return a function that reads one Hugging Face tensor, given one that reads the engine's full parameters."""
-    places = {piece.tensor: (parameter, piece) for parameter in parameters(model) for piece in parameter.pieces}
+    places = places_of(parameters(model))
 
     def read_tensor(name: str) -> Tensor:
-        parameter, piece = places[name]
-        return cut(read([parameter])[parameter.name], piece)
+        return assemble(places[name], read([parameter for parameter, _ in places[name]]))
 
     return read_tensor
 
 
+def assemble(places: Places, full: Mapping[str, Tensor]) -> Tensor:
+    """Return the Hugging Face tensor that consists of these pieces of full parameters."""
+    boxes = [cut(full[parameter.name], piece) for parameter, piece in places]
+    return boxes[0] if len(boxes) == 1 else torch.cat(boxes, dim=1 if places[0][1].transposed else 0)
+
+
 def cut(full: Tensor, piece: Piece) -> Tensor:
-    """Extract a Hugging Face tensor from a full parameter."""
+    """Extract a piece of a full parameter, with the dimensions that it has in the file."""
     box = full[tuple(slice(start, start + size) for start, size in zip(piece.start, piece.shape, strict=True))]
-    return box.flatten(0, -2).transpose(-1, -2) if piece.transposed else box
+    return (box.transpose(-1, -2) if piece.transposed else box).reshape(piece.tensor_shape)

@@ -49,19 +49,30 @@ def matmul_params(model: DecoderModel, *, active: bool) -> int:
 def count_params(model: DecoderModel, *, active: bool = False) -> int:
     """Count every parameter once, including tied embeddings."""
     rows = (1 if model.tied_embeddings else 2) * model.vocab_size + model.learned_positions
-    # Norms of all layers, and the attention's biases and sinks; a prediction layer has three more norms.
+    # Norms, biases and sinks; a prediction layer has three more norms.
+    norm = 1 + model.norm_bias
+    dense = sum(not model.is_expert_layer(layer) for layer in range(model.num_layers))
+    vectors = model.num_layers * attention_vectors(model) + dense * mlp_biases(model)
+    vectors += (model.num_layers * sum(map(sum, model.layer_norms)) + 1) * norm * model.hidden_size
+    vectors += model.prediction_layers * (attention_vectors(model) + 5 * norm * model.hidden_size)
+    return rows * model.hidden_size + matmul_params(model, active=active) + vectors
+
+
+def attention_vectors(model: DecoderModel) -> int:
+    """Count the biases, norms and sinks inside one layer's attention, and its output's bias."""
     mla = model.mla
     if mla is not None:
-        own = mla.q_lora_rank + mla.kv_lora_rank
-    else:
-        biases = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        of_kind = {"none": 0, "qkv": biases, "all": biases + model.hidden_size}
-        own = of_kind[model.attention_bias] + (2 * model.head_dim if model.qk_norm else 0)
-        own += model.num_heads if model.attention_sinks else 0
-    layer = 2 * model.hidden_size + own
-    vectors = model.num_layers * layer + model.hidden_size
-    vectors += model.prediction_layers * (layer + 3 * model.hidden_size)
-    return rows * model.hidden_size + matmul_params(model, active=active) + vectors
+        return mla.q_lora_rank + mla.kv_lora_rank
+    heads = model.num_heads + model.num_kv_heads
+    biases = (heads + model.num_kv_heads) * model.head_dim
+    count = {"none": 0, "qkv": biases, "all": biases + model.hidden_size}[model.attention_bias]
+    if model.qk_norm:
+        count += (1 + model.norm_bias) * model.head_dim * (heads if model.qk_norm_over == "all" else 2)
+    return count + (model.num_heads if model.attention_sinks else 0)
+
+
+def mlp_biases(model: DecoderModel) -> int:
+    return ((1 + model.gated_mlp) * model.ffn_size + model.hidden_size) * model.mlp_bias
 
 
 def attention_width(model: DecoderModel) -> float:
@@ -160,7 +171,7 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
     # The core reads q, k, v and keeps its output, which is also the input of the output projection. The residual stream
     # itself is the norm's saved input; the norm's output is the saved input of the projections.
     inner = (2 * query + 2 * key) / tp
-    rotated = (query + key) / tp if model.rotates else 0.0
+    rotated = (query + key) / tp * model.rotary_fraction if model.rotates else 0.0
     latent = 0.0
     if model.mla is not None:
         latent = 2.0 * (model.mla.q_lora_rank + model.mla.kv_lora_rank + model.mla.qk_rope_head_dim)

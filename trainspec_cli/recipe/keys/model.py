@@ -45,8 +45,10 @@ def loss_group_tokens(hidden_size: int, width: float, chunk_tokens: int) -> int:
 
 Mixer = Literal["attention", "latent", "feed_forward", "experts", "mamba"]
 """The modules that can follow a norm in a layer of a text model."""
-Activation = Literal["silu", "gelu", "relu2"]
-"""relu2 is the square of relu (Nemotron)."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+"""gelu_tanh is GELU's approximation by tanh (GPT-2, Gemma); relu2 is the square of relu (Nemotron)."""
+Rotation = Literal["none", "global", "local"]
+"""How a layer rotates queries and keys: not at all, with the frequencies of `rope_theta`, or of `local_rope_theta`."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,14 @@ class LatentAttentionSpec:
 class RopeScaling:
     """Scaling of rotary frequencies from `original_seq_len` tokens to `factor` times as many."""
 
-    kind: Literal["llama3", "yarn"]
-    """llama3 (arXiv:2407.21783): long wavelengths are stretched, short ones are kept. yarn (arXiv:2309.00071):
-    frequencies are scaled depending on their number of rotations within the original length, and attention scores get a
-    temperature."""
+    kind: Literal["llama3", "yarn", "linear"]
+    """linear (arXiv:2306.15595): all frequencies are divided by the factor. llama3 (arXiv:2407.21783): long wavelengths
+    are stretched, short ones are kept. yarn (arXiv:2309.00071): frequencies are scaled depending on their number of
+    rotations within the original length, and attention scores get a temperature."""
     factor: Annotated[float, Range(1)]
     """Ratio of the new sequence length to the original one."""
-    original_seq_len: PositiveInt
-    """Sequence length of the model's original training, in tokens."""
+    original_seq_len: NonNegativeInt = 0
+    """Sequence length of the model's original training, in tokens; required unless the kind is linear."""
     low_freq_factor: PositiveFloat = 1.0
     """llama3: wavelengths longer than original_seq_len divided by this value are stretched by the full factor."""
     high_freq_factor: PositiveFloat = 4.0
@@ -135,12 +137,21 @@ class ExpertSpec:
     weights first, and drops the rest. null: it accepts all tokens (dropless)."""
 
 
+class LayerNorms(NamedTuple):
+    """Which norms a part of a layer has."""
+
+    before: bool
+    after: bool
+
+
 class Layer(NamedTuple):
     """A kind of layer in a text model: the modules that follow its norms, in order."""
 
     mixers: tuple[Mixer, ...]
     window: int | None = None
     """Number of tokens that its attention sees; None: all previous tokens."""
+    rotates: bool = True
+    """Whether its attention rotates queries and keys, if the model does."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +233,49 @@ class DecoderModel:
     """True if each head has a learned logit that takes part in the softmax but carries no value (gpt_oss)."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies for longer sequences; null: not scaled."""
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm, or LayerNorm, which also subtracts the mean."""
+    norm_bias: bool = False
+    """True if LayerNorms add a bias."""
+    norm_offset: bool = False
+    """True if norms multiply by 1 + weight instead of by the weight (Gemma)."""
+    norm_places: Literal["before", "after", "both"] = "before"
+    """Whether a layer's norms are applied to the inputs of attention and feed-forward, to their outputs (OLMo 2), or to
+    both (Gemma 2)."""
+    parallel_residual: Literal["none", "one_norm", "two_norms"] = "none"
+    """Whether attention and feed-forward both read the layer's input, after one common norm (Cohere) or one norm each
+    (GPT-NeoX). With none, the feed-forward reads the sum of the layer's input and the output of attention."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """With `qk_norm`: whether a norm covers one head or all heads together (OLMo 2)."""
+    mlp_bias: bool = False
+    """True if the matrices of the dense feed-forward have biases."""
+    rotary_fraction: Annotated[float, Range(0, 1)] = 1.0
+    """The fraction of each head that is rotated; the rest does not depend on positions (GPT-NeoX)."""
+    rotary_pairs: Literal["halves", "neighbours"] = "halves"
+    """Which two elements of a head are rotated together: i and i + half of the rotated part, or 2i and 2i + 1
+    (Cohere)."""
+    local_rope_theta: PositiveFloat | None = None
+    """The base of the rotary frequencies in layers with a window, where `rope_scaling` does not apply (Gemma 3); null:
+    the same as in other layers."""
+    rotated_layers: Literal["all", "windowed"] = "all"
+    """Whether only layers with a window are rotated (Cohere 2)."""
+    unrotated_every: NonNegativeInt = 0
+    """Every n-th layer is not rotated (SmolLM3); 0: all are."""
+    embedding_scale: PositiveFloat = 1.0
+    """Factor applied to embedded tokens (Gemma, Granite)."""
+    residual_scale: PositiveFloat = 1.0
+    """Factor applied to the outputs of attention and feed-forward before they are added (Granite)."""
+    logit_scale: PositiveFloat = 1.0
+    """Factor applied to logits (Cohere, Granite)."""
+    attention_scale: PositiveFloat | None = None
+    """Factor applied to attention scores; null: 1 / sqrt(head_dim)."""
+    attention_softcap: PositiveFloat | None = None
+    """Scores are limited to c tanh(score / c) (Gemma 2); null: no limit. Such attention stores all scores."""
+    logit_softcap: PositiveFloat | None = None
+    """The same for logits."""
+    hf_type: str = ""
+    """The model type of transformers that exports write and folders are read as; if empty, the first one that describes
+    the model."""
 
     unit: ClassVar[Literal["tokens"]] = "tokens"
     record: ClassVar[FamilyRecord] = FamilyRecord(
@@ -248,17 +302,35 @@ class DecoderModel:
 
     @property
     def rotated_size(self) -> int:
-        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+        return self.mla.qk_rope_head_dim if self.mla else int(self.head_dim * self.rotary_fraction)
 
     @cached_property
     def layer_list(self) -> tuple[Layer, ...]:
         return tuple(self._layer(layer) for layer in range(self.num_layers))
 
+    @property
+    def layer_norms(self) -> tuple[LayerNorms, LayerNorms]:
+        """Return the norms of attention and those of the feed-forward."""
+        before = self.norm_places != "after"
+        after = self.norm_places != "before"
+        return LayerNorms(before, after), LayerNorms(before and self.parallel_residual != "one_norm", after)
+
+    def rotation_of(self, layer: int) -> Rotation:
+        windowed = self.window_of(layer) is not None
+        every = self.unrotated_every
+        if (
+            not self.rotates
+            or (every and (layer + 1) % every == 0)
+            or (self.rotated_layers == "windowed" and not windowed)
+        ):
+            return "none"
+        return "local" if windowed and self.local_rope_theta is not None else "global"
+
     def _layer(self, layer: int) -> Layer:
         mixers: tuple[Mixer, Mixer] = "latent" if self.mla else "attention", "feed_forward"
         if self.is_expert_layer(layer):
             mixers = mixers[0], "experts"
-        return Layer(mixers, self.window_of(layer))
+        return Layer(mixers, self.window_of(layer), self.rotation_of(layer) != "none")
 
     def is_expert_layer(self, layer: int) -> bool:
         experts = self.experts

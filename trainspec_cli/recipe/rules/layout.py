@@ -49,6 +49,8 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
         size = getattr(spec.model, field, 0)
         if size % tp:
             yield _indivisible("tp", tp, f"model.{field}", size)
+    if getattr(spec.model, "qk_norm", False) and spec.model.qk_norm_over == "all":
+        yield _spread_alone("tp", "it splits heads, but the norm of queries and keys covers all of them together")
     if spec.layout.sequence_parallel:
         # Each cp rank has part of the sequence, which the tp ranks divide further.
         yield from _sequence(spec, size_of(spec.layout, "cp") * tp, "cp x tp")
@@ -139,7 +141,7 @@ def context_parallel(spec: RunSpec) -> Iterator[Problem]:
     else:
         # A causal mask makes later tokens more expensive, so each rank takes one early chunk and one late chunk.
         yield from _sequence(spec, 2 * cp, "2 x cp chunks")
-        for field in ("sliding_window", "mla", "attention_sinks"):
+        for field in ("sliding_window", "mla", "attention_sinks", "attention_softcap"):
             if getattr(model, field, None):
                 message = f"ring attention is plain causal attention, but `model.{field}` needs a head's full sequence"
                 yield Problem("illegal_layout", message, "layout.context_method", "set layout.context_method=ulysses")

@@ -58,6 +58,36 @@ FAMILIES: dict[str, ModelSpec] = {
         gate_limit=7.0,
         experts=ExpertSpec(num_experts=8, top_k=2, expert_ffn_size=48, bias=True),
     ),
+    # Gemma 2 and 3, Granite: norms on both sides, limits of scores and logits, frequencies of windowed layers, scales
+    "capped": _decoder(
+        norm_offset=True,
+        norm_places="both",
+        qk_norm=True,
+        sliding_window=16,
+        global_attention_every=2,
+        local_rope_theta=1e3,
+        attention_softcap=5.0,
+        logit_softcap=3.0,
+        attention_scale=0.3,
+        embedding_scale=8.0,
+        residual_scale=0.5,
+        logit_scale=0.5,
+        activation="gelu_tanh",
+        tied_embeddings=True,
+    ),
+    # GPT-NeoX, Cohere 2: LayerNorm, attention beside the feed-forward, biases, layers and parts that are not rotated
+    "parallel": _decoder(
+        norm="layer",
+        norm_bias=True,
+        parallel_residual="two_norms",
+        gated_mlp=False,
+        mlp_bias=True,
+        attention_bias="all",
+        rotary_fraction=0.5,
+        rotary_pairs="neighbours",
+        unrotated_every=2,
+        activation="gelu",
+    ),
     "mamba": _hybrid(mamba_layers=4),
     # Nemotron-H
     "hybrid": _hybrid(

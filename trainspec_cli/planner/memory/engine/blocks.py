@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 from trainspec_cli.planner.memory.engine.tape import INDEX, PRECISE, Kernels, Storage, Stretch, Tape, Value
+from trainspec_cli.planner.memory.engine.units import norms_of
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import (
     CONV_TAPS,
@@ -19,6 +20,7 @@ from trainspec_cli.recipe.keys.model import (
     HybridModel,
     LatentAttentionSpec,
     Layer,
+    LayerNorms,
     Mixer,
     TextModel,
 )
@@ -95,7 +97,16 @@ Part = Callable[[Tape, Value, Shape], Value]
 
 
 def norm(tape: Tape, x: Value, shape: Shape) -> Value:
-    return tape.norm(x, tape.leaf(shape.hidden), shape.outside_tokens)
+    return norm_of(tape, x, shape, shape.hidden, shape.outside_tokens)
+
+
+def norm_of(tape: Tape, x: Value, shape: Shape, size: int, rows: float) -> Value:
+    """Record a norm of the model's kind. LayerNorm also saves each row's mean, and may add a bias."""
+    if shape.decoder.norm == "rms":
+        return tape.norm(x, tape.leaf(size), rows)
+    leaves = [tape.leaf(size) for _ in range(1 + shape.decoder.norm_bias)]
+    saved = (x, tape.new(rows, PRECISE), tape.new(rows, PRECISE))
+    return tape.apply((x, *leaves), x.elements, saved=saved, kernels=((2 * x.size,), (3 * x.size,)))
 
 
 def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: int) -> Value:
@@ -171,13 +182,15 @@ def feed_forward(tape: Tape, x: Value, shape: Shape) -> Value:
 
 def feed_forward_of(tape: Tape, x: Value, shape: Shape, width: int) -> Value:
     inner = width // shape.layout.tp
+
+    def entering(name: str) -> Value:
+        y = linear(tape, x, shape, name, inner, shape.hidden)
+        return tape.summed(y) if shape.decoder.mlp_bias else y
+
     if not shape.decoder.gated_mlp:
-        wide = activate(tape, linear(tape, x, shape, "up", inner, shape.hidden), shape)
+        wide = activate(tape, entering("up"), shape)
     else:
-        wide = tape.mul(
-            activate(tape, linear(tape, x, shape, "gate", inner, shape.hidden), shape),
-            linear(tape, x, shape, "up", inner, shape.hidden),
-        )
+        wide = tape.mul(activate(tape, entering("gate"), shape), entering("up"))
     return linear(tape, wide, shape, "down", shape.hidden, inner)
 
 
@@ -202,13 +215,25 @@ def attention(tape: Tape, x: Value, shape: Shape) -> Value:
     if model.attention_bias != "none":
         q, k, v = (tape.summed(y) for y in (q, k, v))
     if model.qk_norm:
-        q, k = (tape.norm(y, tape.leaf(model.head_dim), y.elements / model.head_dim) for y in (q, k))
-    if shape.model.rotates:
-        q, k = (rotate(tape, y) for y in (q, k))
+        widths = (query, key) if model.qk_norm_over == "all" else (model.head_dim,) * 2
+        q, k = (norm_of(tape, y, shape, width, y.elements / width) for y, width in zip((q, k), widths, strict=True))
+    if shape.model.rotates and shape.layer.rotates:
+        q, k = (rotate_part(tape, y, model) for y in (q, k))
     if model.attention_sinks:
         q, k = carry_sinks(tape, q, k, model.head_dim)
     mixed = core(tape, q, k, v, shape)
     return linear(tape, mixed, shape, "out", model.hidden_size, query)
+
+
+def rotate_part(tape: Tape, x: Value, model: DecoderModel) -> Value:
+    """Rotate the first elements of each head."""
+    rotated = x.elements * model.rotated_size / model.head_dim
+    rest = x.elements - rotated
+    part, kept = tape.split(x, rotated, rest) if rest else (x, None)
+    if model.rotary_pairs == "neighbours":
+        part = tape.copy(part)
+    turned = rotate(tape, part)
+    return turned if kept is None else tape.cat(turned, kept)
 
 
 def rotate(tape: Tape, x: Value) -> Value:
@@ -281,6 +306,8 @@ class Heads:
     """Number of query rows over all heads."""
     window: int | None
     sinks: bool
+    capped: bool = False
+    """True if scores are limited (`attention_softcap`), which requires storing them."""
 
     @property
     def is_cut(self) -> bool:
@@ -294,6 +321,8 @@ def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
         return ring(tape, q, k, v, rows, layout.cp)
     length = shape.seq_len * layout.cp
     seq = Heads(shape.samples, length, rows, shape.layer.window, shape.decoder.attention_sinks)
+    if shape.decoder.attention_softcap is not None:
+        seq = replace(seq, capped=True)
     if layout.cp == 1:
         mixed = causal_core(tape, q, k, v, seq)
         ordered = ((2 * mixed.size,), ())  # by token
@@ -314,12 +343,25 @@ def causal_core(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
 def whole(tape: Tape, q: Value, k: Value, v: Value, *, seq: Heads, share: float = 1.0) -> Value:
     """Record causal attention over the first `share` of the sequence."""
     rows, elements = seq.rows * share, q.elements
+    if seq.capped:
+        return capped(tape, q, k, v, rows, seq.length * share)
     if not seq.sinks:
         return flash(tape, q, k, v, rows)
     longer = 1 + 1 / (seq.length * share)
     tape.move(*SINK_KERNELS)
     q, k, v = pad_front(tape, q, longer), tape.copy_in_forward(pad_front(tape, k, longer)), pad_front(tape, v, longer)
     return tape.part(flash(tape, q, k, v, rows * longer), elements)
+
+
+def capped(tape: Tape, q: Value, k: Value, v: Value, rows: float, keys: float) -> Value:
+    """Record attention that stores its scores, `keys` for each of the `rows` queries (`engine/models/attention.py`)."""
+    scores = rows * keys
+    k, v = (tape.copy(y, q.elements) for y in (k, v))
+    multiplied = tape.apply((product(tape, q, k, scores),), scores)
+    limited = tape.apply((tape.apply((tape.apply((multiplied,), scores),), scores, saves_output=True),), scores)
+    masked = tape.apply((limited,), scores, saved=(tape.new(scores / rows * keys, 1.0),))
+    weights = tape.apply((tape.cast(masked, PRECISE),), scores, saves_output=True, width=PRECISE)
+    return product(tape, tape.cast(weights, tape.width), v, q.elements)
 
 
 def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
@@ -340,7 +382,11 @@ def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
         longer = 1 + 0.5 / window
         k, v = tape.copy_in_forward(pad_front(tape, k, longer)), pad_front(tape, v, longer)
     tape.move(*WINDOW_KERNELS)
-    rest = flash(tape, q, k, v, seq.rows * share * (blocks - 1), mask=2 * window * window)
+    rows = seq.rows * share * (blocks - 1)
+    if seq.capped:
+        rest = capped(tape, q, k, v, rows, 2 * window)
+    else:
+        rest = flash(tape, q, k, v, rows, mask=2 * window * window)
     if seq.samples > 1:
         tape.move(2 * rest.size)  # ordered by sample
     if first.elements + rest.elements > elements:
@@ -843,17 +889,29 @@ def block(tape: Tape, x: Value, shape: Shape) -> Value:
     """Record a block; the output of each mixer lives until the end of the block."""
     given = []
     tape.left = []
-    for mixer in shape.layer.mixers:
-        given.append(MIXERS[mixer](tape, norm(tape, x, shape), shape))
-        x = tape.add(x, with_bias(tape, given[-1], mixer, shape))
+    is_parallel = shape.decoder.parallel_residual != "none"
+    normed, added = x, []
+    for mixer, norms in zip(shape.layer.mixers, norms_of(shape.model, shape.layer), strict=True):
+        if norms.before:
+            normed = norm(tape, x, shape)
+        given.append(MIXERS[mixer](tape, normed, shape))
+        added.append(finish(tape, given[-1], mixer, norms, shape))
+        if not is_parallel:
+            x = normed = tape.add(x, added.pop())
+    for y in added:
+        x = tape.add(x, y)
     return tape.materialise(x)
 
 
-def with_bias(tape: Tape, mixed: Value, mixer: Mixer, shape: Shape) -> Value:
-    """Record the bias of attention's output projection, which is added outside attention's region."""
-    if mixer != "attention" or shape.decoder.attention_bias != "all":
-        return mixed
-    return tape.summed(tape.copy_in_forward(mixed))
+def finish(tape: Tape, mixed: Value, mixer: Mixer, norms: LayerNorms, shape: Shape) -> Value:
+    """Record what happens to a mixer's output before it is added: the bias of its last matrix, which is added outside
+    the mixer's region, the norm, and the scale."""
+    model = shape.decoder
+    if (mixer == "attention" and model.attention_bias == "all") or (mixer == "feed_forward" and model.mlp_bias):
+        mixed = tape.summed(tape.copy_in_forward(mixed))
+    if norms.after:
+        mixed = norm(tape, mixed, shape)
+    return mixed if model.residual_scale == 1 else tape.apply((mixed,), mixed.elements)
 
 
 @lru_cache(maxsize=1024)
@@ -862,7 +920,9 @@ def mixer_kernels(shape: Shape, mixer: Mixer) -> tuple[Counter[float], Counter[f
     and attention. The result maps the number of bytes that a kernel reads and writes to the number of such kernels."""
     tape = Tape(shape.width)
     x = tape.leaf(shape.outside_tokens * shape.hidden, frozen=False)
-    y = tape.add(x, with_bias(tape, MIXERS[mixer](tape, norm(tape, x, shape), shape), mixer, shape))
+    norms = norms_of(shape.model, shape.layer)[shape.layer.mixers.index(mixer)]
+    normed = norm(tape, x, shape) if norms.before else x
+    y = tape.add(x, finish(tape, MIXERS[mixer](tape, normed, shape), mixer, norms, shape))
     return _kernels_of(tape, y)
 
 

@@ -3,7 +3,7 @@ blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,6 +15,7 @@ from trainspec_cli.recipe.keys.model import (
     DecoderModel,
     HybridModel,
     Layer,
+    LayerNorms,
     TextModel,
 )
 from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_SIZE, STACKED_VALUES, KeptState, LoraSpec
@@ -87,8 +88,8 @@ def freeze(unit: Unit, lora: LoraSpec) -> Unit:
 
 def block_matrices(model: TextModel, layer: Layer, layout: Layout) -> Iterator[Matrix]:
     decoder = model.as_decoder
-    for mixer in layer.mixers:
-        yield model.hidden_size, 1
+    for mixer, norms in zip(layer.mixers, norms_of(model, layer), strict=True):
+        yield from norm_vectors(decoder, model.hidden_size) * sum(norms)
         if mixer == "mamba":
             assert isinstance(model, HybridModel)
             yield from _mamba(model, layout.tp)
@@ -96,6 +97,17 @@ def block_matrices(model: TextModel, layer: Layer, layout: Layout) -> Iterator[M
             yield from _mixture(decoder, layout)
         else:
             yield from _MIXERS[mixer](decoder, layout.tp)
+
+
+def norms_of(model: TextModel, layer: Layer) -> Sequence[LayerNorms]:
+    """Return the norms of each part of a layer."""
+    if isinstance(model, DecoderModel):
+        return model.layer_norms
+    return [LayerNorms(before=True, after=False)] * len(layer.mixers)
+
+
+def norm_vectors(model: DecoderModel, size: int) -> tuple[Matrix, ...]:
+    return ((size, 1),) * (1 + model.norm_bias)
 
 
 def _attention(model: DecoderModel, tp: int) -> Iterator[Matrix]:
@@ -107,7 +119,8 @@ def _attention(model: DecoderModel, tp: int) -> Iterator[Matrix]:
     if model.attention_bias == "all":
         yield hidden, 1
     if model.qk_norm:
-        yield from ((head, 1), (head, 1))
+        for rows in (query, key) if model.qk_norm_over == "all" else (head, head):
+            yield from norm_vectors(model, rows)
     if model.attention_sinks:
         yield model.num_heads // tp, 1
 
@@ -126,6 +139,13 @@ def _latent(model: DecoderModel, tp: int) -> Iterator[Matrix]:
 def _glu(model: DecoderModel, width: int) -> Iterator[Matrix]:
     yield from ((width, model.hidden_size),) * (2 if model.gated_mlp else 1)
     yield model.hidden_size, width
+
+
+def _feed_forward(model: DecoderModel, tp: int) -> Iterator[Matrix]:
+    yield from _glu(model, model.ffn_size // tp)
+    if model.mlp_bias:
+        yield from ((model.ffn_size // tp, 1),) * (1 + model.gated_mlp)
+        yield model.hidden_size, 1
 
 
 def _mixture(model: DecoderModel, layout: Layout) -> Iterator[Matrix]:
@@ -182,7 +202,7 @@ def _mamba(model: HybridModel, tp: int) -> Iterator[Matrix]:
 _MIXERS: dict[str, Callable[[DecoderModel, int], Iterator[Matrix]]] = {
     "attention": _attention,
     "latent": _latent,
-    "feed_forward": lambda model, tp: _glu(model, model.ffn_size // tp),
+    "feed_forward": _feed_forward,
 }
 
 
@@ -193,7 +213,7 @@ def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> U
     matrices = [table] if first or (last and model.tied_embeddings) else []
     if first and model.learned_positions:
         matrices.append((model.learned_positions, model.hidden_size))
-    matrices += [(model.hidden_size, 1)] if last else []
+    matrices += norm_vectors(model.as_decoder, model.hidden_size) if last else ()
     matrices += [table] if last and not model.tied_embeddings else []
     return Unit(tuple(matrices), layout.shards)
 

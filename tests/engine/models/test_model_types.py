@@ -1,0 +1,168 @@
+"""Every model type of transformers that folders are read from and written to: the same logits and losses as
+transformers at random weights, and the same bytes after a round trip."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainspec_cli.data.huggingface.config import MODEL_TYPES, differences, model_type, read_model, write_config
+from trainspec_cli.data.huggingface.folder import open_weights, read_config
+from trainspec_cli.data.huggingface.safetensors import parameters, places_of, read_header
+from trainspec_cli.engine.build.initial import load_tensors
+from trainspec_cli.engine.models.decoder import Decoder
+from trainspec_cli.engine.shares import Share
+from trainspec_cli.engine.tools.export import assemble
+from trainspec_cli.planner.workload import count_params
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.records import build
+
+transformers = pytest.importorskip("transformers")
+
+SEQ_LEN = 40
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+WIDE_HEADS = SIZES | {"head_dim": 16}
+WINDOW = WIDE_HEADS | {"sliding_window": 8}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SCALES = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 3.0}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}
+LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16, "beta_fast": 4.0,
+}  # fmt: skip
+CASES: dict[str, list[dict[str, Any]]] = {
+    "llama": [SIZES, SIZES | {"attention_bias": True, "mlp_bias": True}],
+    "mistral": [WINDOW, WINDOW | {"sliding_window": None}],
+    "ministral": [WINDOW],
+    "qwen2": [SIZES],
+    "qwen3": [WIDE_HEADS],
+    "gemma": [WIDE_HEADS],
+    "gemma2": [WINDOW | {"query_pre_attn_scalar": 20}],
+    "gemma3_text": [
+        WINDOW | {"num_hidden_layers": 7, "query_pre_attn_scalar": 20},
+        WINDOW | {"num_hidden_layers": 7, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL}},
+    ],
+    "phi3": [SIZES, SIZES | {"partial_rotary_factor": 0.5, "sliding_window": 8}],
+    "olmo2": [SIZES],
+    "olmo3": [
+        SIZES | {"sliding_window": 8},
+        SIZES | {"sliding_window": 8, "rope_parameters": {"full_attention": YARN, "sliding_attention": LOCAL}},
+    ],
+    "granite": [SIZES | SCALES | {"attention_bias": True, "mlp_bias": True}],
+    "glm": [WIDE_HEADS | {"attention_bias": True}],
+    "glm4": [WIDE_HEADS],
+    "smollm3": [SIZES],
+    "starcoder2": [SIZES | {"sliding_window": 8}],
+    "stablelm": [
+        SIZES | {"partial_rotary_factor": 0.5},
+        SIZES | {"use_qkv_bias": True, "use_parallel_residual": True, "partial_rotary_factor": 0.25},
+    ],
+    "gpt2": [{"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 96, "n_positions": 64}],
+    "gpt_neox": [SIZES | {"rotary_pct": 0.5}, SIZES | {"use_parallel_residual": False, "rotary_pct": 0.5}],
+    "falcon": [
+        SIZES,
+        SIZES | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+        SIZES | {"multi_query": False, "parallel_attn": False},
+    ],
+    "cohere": [SIZES],
+    "cohere2": [WINDOW],
+    "nemotron": [WIDE_HEADS],
+    "exaone4": [WINDOW, WIDE_HEADS | {"sliding_window": None, "layer_types": ["full_attention"] * 5}],
+    "ernie4_5": [WIDE_HEADS, WIDE_HEADS | {"use_bias": True}],
+    "seed_oss": [WIDE_HEADS | {"mlp_bias": True}],
+    "arcee": [WIDE_HEADS | {"mlp_bias": True}],
+    "mixtral": [SIZES | {"num_local_experts": 4}],
+    "qwen3_moe": [WIDE_HEADS | MOE],
+    "qwen2_moe": [SIZES | MOE | {"shared_expert_intermediate_size": 24}],
+    "olmoe": [SIZES | MOE],
+    "granitemoe": [SIZES | SCALES | {"num_local_experts": 4, "num_experts_per_tok": 2}],
+}
+NUMBERED = [(kind, number) for kind, cases in CASES.items() for number in range(len(cases))]
+
+
+def test_every_type_has_a_case() -> None:
+    assert set(CASES) == set(MODEL_TYPES)
+
+
+def make(kind: str, number: int, folder: Path) -> torch.nn.Module:
+    """Write a folder as transformers does, with weights that show every norm and bias."""
+    torch.manual_seed(number)
+    config = transformers.AutoConfig.for_model(kind, **CASES[kind][number])
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+def load(folder: Path) -> tuple[DecoderModel, Decoder]:
+    model, problems = build(DecoderModel, read_model(read_config(folder), "config.json"))
+    assert problems == []
+    ours = Decoder(model, 64)
+    ours.init_buffers()
+    shares = [Share(name, parameter) for name, parameter in ours.named_parameters()]
+    load_tensors(folder, open_weights(folder, model), model, shares)
+    return model, ours
+
+
+@pytest.mark.parametrize(("kind", "number"), NUMBERED)
+def test_logits_and_tensors_are_those_of_transformers(kind: str, number: int, tmp_path: Path) -> None:
+    theirs = make(kind, number, tmp_path).eval()
+    model, ours = load(tmp_path)
+    assert count_params(model) == sum(parameter.numel() for parameter in theirs.parameters())
+    tokens = torch.randint(1, 96, (2, SEQ_LEN))
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, ours(tokens)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+    stored = read_header(tmp_path / "model.safetensors")
+    full = {name: parameter.detach() for name, parameter in ours.named_parameters()}
+    for name, places in places_of(parameters(model)).items():
+        tensor = assemble(places, full).contiguous()
+        entry = stored[name]
+        content = entry.file.read_bytes()[entry.start : entry.start + entry.bytes]
+        assert hashlib.sha256(tensor.numpy().tobytes()).digest() == hashlib.sha256(content).digest(), name
+
+
+@pytest.mark.parametrize(("kind", "number"), NUMBERED)
+def test_a_written_config_means_the_same_to_transformers(kind: str, number: int, tmp_path: Path) -> None:
+    transformers.AutoConfig.for_model(kind, **CASES[kind][number]).save_pretrained(tmp_path)
+    model, _ = build(DecoderModel, read_model(read_config(tmp_path), "config.json"))
+    assert model_type(model) == kind
+    written = write_config(model, 64, "float32")
+    transformers.AutoConfig.for_model(**written).save_pretrained(tmp_path)
+    again, _ = build(DecoderModel, read_model(read_config(tmp_path), "config.json"))
+    assert differences(model, again) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "number"), NUMBERED)
+def test_losses_of_training_are_those_of_transformers(kind: str, number: int, tmp_path: Path) -> None:
+    """25 steps of SGD on the same tokens, without the auxiliary losses of routers."""
+    theirs = make(kind, number, tmp_path).eval()  # without dropout
+    _, ours = load(tmp_path)
+    losses: list[list[float]] = [[], []]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, ours)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(25):
+        tokens = torch.randint(1, 96, (2, SEQ_LEN + 1), generator=generator)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        logits = theirs(inputs).logits
+        both = [
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+            ours(inputs, targets) / targets.numel(),
+        ]
+        for loss, optimizer, found in zip(both, optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -1,0 +1,833 @@
+"""The model types of transformers that the engine's decoder can represent: for each, how the keys of config.json
+correspond to the fields of `DecoderModel`, and the names of its tensors.
+
+A type is a row of `FAMILIES`. Its rules are used in both directions: to read a config.json and to write one. A model
+can be written as a type if reading what was written gives the same model (`config.model_type`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.recipe.keys.model import DecoderModel, RopeScaling
+
+MISSING = object()
+
+
+class UnsupportedValueError(Exception):
+    """A value in config.json that the engine's decoder cannot represent. The text completes "config.json has ..."."""
+
+
+class WrongTypeError(Exception):
+    """A value in config.json of a type that transformers would not write."""
+
+    def __init__(self, key: str, value: JsonValue, kind: object):
+        super().__init__(key)
+        self.key = key
+        self.value = value
+        self.kind = kind
+
+
+def get(config: JsonObject, key: str, kind: Any, default: Any = MISSING) -> Any:
+    """Return a value of a config.json. Raises WrongTypeError, and KeyError for a missing key without a default."""
+    value = config.get(key)
+    if value is None:
+        if default is MISSING:
+            raise KeyError(key)
+        return default
+    if isinstance(value, bool) is not (kind is bool) and kind in (bool, int, float):
+        raise WrongTypeError(key, value, kind)
+    if kind is float and isinstance(value, int):
+        value = float(value)
+    if not isinstance(value, kind):
+        raise WrongTypeError(key, value, kind)
+    if kind in (int, float) and not 0 <= value < math.inf:
+        raise WrongTypeError(key, value, kind)
+    return value
+
+
+# Rules
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A part of a config.json."""
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        """Add fields to `model`, which holds what the rules before this one have read."""
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        """Add keys to `config`."""
+
+
+@dataclass(frozen=True)
+class Key(Rule):
+    """A field that is stored as it is."""
+
+    field: str
+    name: str
+    kind: type
+    default: Any = MISSING
+    """The value if the key is missing or null: a value, or a function of the fields read so far."""
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        value = get(config, self.name, self.kind, None)
+        if value is None:
+            if self.default is MISSING:
+                raise KeyError(self.name)
+            value = self.default(model) if callable(self.default) else self.default
+        model[self.field] = value
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        config[self.name] = getattr(model, self.field)
+
+
+@dataclass(frozen=True)
+class Choice(Rule):
+    """A field with one value for each value of a key. A missing or null key counts as `default`."""
+
+    field: str
+    name: str
+    values: Mapping[Any, JsonValue]
+    default: Any = None
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        value = config.get(self.name)
+        value = self.default if value is None else value
+        if isinstance(value, (dict, list)) or value not in self.values:
+            known = ", ".join(str(one) for one in self.values if one is not None)
+            raise UnsupportedValueError(f"{self.name} {value!r}; supported are {known}")
+        model[self.field] = self.values[value]
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        value = getattr(model, self.field)
+        config[self.name] = next((key for key, one in self.values.items() if one == value), None)
+
+
+@dataclass(frozen=True)
+class Only(Rule):
+    """A key that may have only values that leave the architecture as described. The first one is written, unless it is
+    None."""
+
+    name: str
+    values: tuple[JsonValue, ...]
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        if config.get(self.name) not in (*self.values, None):
+            raise UnsupportedValueError(f"{self.name} {config[self.name]!r}, which the engine's models do not support")
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        if self.values[0] is not None:
+            config[self.name] = self.values[0]
+
+
+@dataclass(frozen=True)
+class Fixed(Rule):
+    """Fields that all models of a type have. A value may be a function of the fields read so far."""
+
+    fields: Mapping[str, Any]
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        for name, value in self.fields.items():
+            model[name] = value(model) if callable(value) else value
+
+
+@dataclass(frozen=True)
+class Number(Rule):
+    """A field that is a function of a number. If the key is missing, so is the field."""
+
+    field: str
+    name: str
+    convert: Callable[[float], float]
+    """Its own inverse, as 1 / x, or the function for reading if there is an `invert`."""
+    invert: Callable[[float], float] | None = None
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        value = get(config, self.name, float, None)
+        if value:
+            model[self.field] = self.convert(value)
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        value = getattr(model, self.field)
+        if value is not None:
+            config[self.name] = (self.invert or self.convert)(value)
+
+
+ACTIVATIONS: dict[Any, JsonValue] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
+}
+WINDOWED, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class Windows(Rule):
+    """The window, and which layers have it."""
+
+    every: int | None = None
+    """Every n-th layer has no window (0: all have one) unless the key `layer_types` lists other layers; None: the type
+    has no such key, and all layers have the window."""
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        window = get(config, "sliding_window", int, None)
+        layers = int(model["num_layers"])  # type: ignore[arg-type]
+        types = get(config, "layer_types", list, None) if self.every is not None else None
+        if not window or (types and WINDOWED not in types):
+            model |= {"sliding_window": None, "global_attention_every": 1}
+            return
+        every = self.every or 0
+        if types is not None:
+            found = [count for count in range(layers + 1) if types == _layer_types(layers, count)]
+            if not found:
+                raise UnsupportedValueError("`layer_types` that are not the same in every n-th layer")
+            every = every if every in found else found[0]
+        model |= {"sliding_window": window, "global_attention_every": every}
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        config["sliding_window"] = model.sliding_window
+        if self.every is not None:
+            every = model.global_attention_every if model.sliding_window is not None else 1
+            config["layer_types"] = list(_layer_types(model.num_layers, every))
+
+
+def _layer_types(layers: int, every: int) -> list[str]:
+    """Return the type of each layer if every n-th one has no window; 0: all have one."""
+    return [FULL if every and (layer + 1) % every == 0 else WINDOWED for layer in range(layers)]
+
+
+@dataclass(frozen=True)
+class Rotation(Rule):
+    """The rotary embeddings: `rope_parameters` (since transformers 5), or `rope_theta` and `rope_scaling`."""
+
+    local: bool = False
+    """True if layers with a window have their own frequencies (Gemma 3), and `rope_scaling` is that of the others."""
+    fraction: float | None = None
+    """The rotated fraction of a head if the key is missing; None if heads are always rotated as a whole."""
+    fraction_key: str = "partial_rotary_factor"
+    theta: float = 10_000.0
+    scaled_windows: bool = True
+    """False if `rope_scaling` applies only to layers without a window (OLMo 3)."""
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        given = get(config, "rope_parameters", dict, None) or get(config, "rope_scaling", dict, None) or {}
+        local_theta: float | None = None
+        if isinstance(given.get(FULL), dict):
+            windowed = given.get(WINDOWED)
+            assert isinstance(given[FULL], dict)
+            if isinstance(windowed, dict):
+                local_theta = get(windowed, "rope_theta", float, None)
+                if windowed.get("rope_type", "default") != "default":
+                    raise UnsupportedValueError("scaled rotary embeddings in layers with a window")
+            given = given[FULL]
+        elif self.local:
+            local_theta = get(config, "rope_local_base_freq", float, None)
+        theta = get(given, "rope_theta", float, None) or get(config, "rope_theta", float, self.theta)
+        original = get(config, "original_max_position_embeddings", int, None)
+        scaling = read_scaling(given, original or get(config, "max_position_embeddings", int, None))
+        model |= {"rope_theta": theta, "rope_scaling": scaling}
+        windowed_layers = model.get("sliding_window") is not None
+        if windowed_layers and local_theta is None and scaling and not self.scaled_windows:
+            local_theta = theta
+        if windowed_layers and local_theta is not None and (local_theta != theta or scaling):
+            model["local_rope_theta"] = local_theta
+        if self.fraction is not None:
+            stated = get(given, "partial_rotary_factor", float, None)
+            model["rotary_fraction"] = (
+                get(config, self.fraction_key, float, self.fraction) if stated is None else stated
+            )
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        whole: JsonObject = {"rope_theta": model.rope_theta, **write_scaling(model.rope_scaling)}
+        config |= {"rope_theta": model.rope_theta, "rope_scaling": None}
+        if model.rope_scaling is not None:
+            config["rope_scaling"] = write_scaling(model.rope_scaling)
+        if self.local or not self.scaled_windows:
+            theta = model.rope_theta if model.local_rope_theta is None else model.local_rope_theta
+            config["rope_parameters"] = {FULL: whole, WINDOWED: {"rope_type": "default", "rope_theta": theta}}
+        if self.local:
+            config["rope_local_base_freq"] = model.local_rope_theta or model.rope_theta
+        if self.fraction is not None:
+            config[self.fraction_key] = model.rotary_fraction
+
+
+def read_scaling(given: JsonObject, seq_len: int | None) -> JsonObject | None:
+    """Return the scaling of rotary frequencies in `rope_parameters` or `rope_scaling`. `seq_len`: the length of the
+    original training, unless it is stated."""
+    kind = get(given, "rope_type", str, None) or get(given, "type", str, None) or "default"
+    if kind == "default":
+        return None
+    if kind not in ("llama3", "yarn", "linear"):
+        raise UnsupportedValueError(
+            f"rotary embeddings scaled by {kind!r}; supported are default, linear, llama3 and yarn"
+        )
+    scaling: JsonObject = {"kind": kind, "factor": get(given, "factor", float)}
+    if kind == "linear":
+        return scaling
+    original = get(given, "original_max_position_embeddings", int, seq_len if kind == "yarn" else None)
+    if original is None:
+        raise KeyError("max_position_embeddings" if kind == "yarn" else "original_max_position_embeddings")
+    scaling["original_seq_len"] = original
+    if kind == "llama3":
+        scaling |= {name: get(given, name, float) for name in ("low_freq_factor", "high_freq_factor")}
+        return scaling
+    mscale = get(given, "mscale", float, 0.0)
+    if (get(given, "mscale_all_dim", float, 0.0) or mscale) not in (0.0, 1.0) or given.get("attention_factor"):
+        raise UnsupportedValueError("an attention factor of yarn (mscale_all_dim) other than 1")
+    scaling |= {"beta_fast": get(given, "beta_fast", float, 32.0) or 32.0}
+    scaling |= {"beta_slow": get(given, "beta_slow", float, 1.0) or 1.0}
+    scaling |= {"whole_bounds": get(given, "truncate", bool, True)}
+    return scaling
+
+
+def write_scaling(scaling: RopeScaling | None) -> JsonObject:
+    if scaling is None:
+        return {"rope_type": "default"}
+    written: JsonObject = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind != "linear":
+        written["original_max_position_embeddings"] = scaling.original_seq_len
+    if scaling.kind == "llama3":
+        written |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    elif scaling.kind == "yarn":
+        written |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.whole_bounds}
+    return written
+
+
+# Rules of single types
+
+
+@dataclass(frozen=True)
+class Experts(Rule):
+    """A mixture of experts. `keys` maps fields of `ExpertSpec` to keys of config.json; `fixed` are values that all
+    models of the type have."""
+
+    keys: Mapping[str, str]
+    fixed: Mapping[str, JsonValue] = field(default_factory=dict)
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        experts: JsonObject = dict(self.fixed)
+        for name, key in self.keys.items():
+            kind = _EXPERT_KINDS.get(name, int)
+            default = _EXPERT_DEFAULTS.get(name, MISSING)
+            if name == "num_experts" and config.get("num_local_experts") is not None:  # since transformers 5
+                key = "num_local_experts"
+            experts[name] = get(config, key, kind, default)
+        if experts.get("shared_expert_ffn_size"):
+            experts["shared_experts"] = 1
+        model["experts"] = experts
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        if model.experts is not None:
+            config |= {key: getattr(model.experts, name) for name, key in self.keys.items()}
+            config["num_local_experts"] = model.experts.num_experts
+
+
+_EXPERT_KINDS: dict[str, type] = {"normalise_weights": bool, "weight_scale": float}
+_EXPERT_DEFAULTS: dict[str, JsonValue] = {
+    "normalise_weights": False,
+    "weight_scale": 1.0,
+    "num_groups": 1,
+    "top_groups": 1,
+    "shared_experts": 0,
+    "first_dense_layers": 0,
+}
+
+
+@dataclass(frozen=True)
+class Unrotated(Rule):
+    """Every n-th layer is not rotated (SmolLM3)."""
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        every = get(config, "no_rope_layer_interval", int, 0)
+        layers = int(model["num_layers"])  # type: ignore[arg-type]
+        rotated = get(config, "no_rope_layers", list, None)
+        if rotated is not None:
+            found = [count for count in range(layers + 1) if rotated == _rotated_layers(layers, count)]
+            if not found:
+                raise UnsupportedValueError("`no_rope_layers` that are not the same in every n-th layer")
+            every = every if every in found else found[0]
+        model["unrotated_every"] = every
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        every = model.unrotated_every
+        config |= {
+            "no_rope_layer_interval": every or model.num_layers + 1,
+            "no_rope_layers": list(_rotated_layers(model.num_layers, every)),
+        }
+
+
+def _rotated_layers(layers: int, every: int) -> list[int]:
+    return [int(not every or (layer + 1) % every != 0) for layer in range(layers)]
+
+
+@dataclass(frozen=True)
+class Falcon(Rule):
+    """Falcon's three generations of layers."""
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        heads = int(model["num_heads"])  # type: ignore[arg-type]
+        grouped = get(config, "new_decoder_architecture", bool, False)
+        parallel = get(config, "parallel_attn", bool, True)
+        if grouped:
+            model["num_kv_heads"] = get(config, "num_kv_heads", int, heads)
+            norms = get(config, "num_ln_in_parallel_attn", int, 2)
+            model["parallel_residual"] = "two_norms" if norms == 2 else "one_norm"
+        else:
+            model["num_kv_heads"] = 1 if get(config, "multi_query", bool, True) else heads
+            model["parallel_residual"] = "one_norm" if parallel else "none"
+        biased = get(config, "bias", bool, False)
+        model |= {"attention_bias": "all" if biased else "none", "mlp_bias": biased}
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        grouped = model.num_kv_heads not in (1, model.num_heads) or model.parallel_residual == "two_norms"
+        config |= {
+            "new_decoder_architecture": grouped,
+            "num_kv_heads": model.num_kv_heads,
+            "multi_query": model.num_kv_heads == 1,
+            "parallel_attn": model.parallel_residual != "none",
+            "num_ln_in_parallel_attn": 2 if model.parallel_residual == "two_norms" else 1,
+            "bias": model.mlp_bias,
+        }
+
+
+# Tensors
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of a type's tensors. Keys are the engine's names within a layer."""
+
+    layer: Mapping[str, str]
+    embed: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    layers: str = "model.layers"
+    positions: str = "model.embed_positions"
+    fused: Callable[[DecoderModel], Iterator[tuple[str, str, int, int, int]]] | None = None
+    """Yields for matrices that are parts of one tensor: (the engine's name, name of the tensor, first row of the
+    matrix, first row in the tensor, number of rows)."""
+    transposed: bool = False
+    """True if the matrices of layers are stored transposed (GPT-2)."""
+    experts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Names of an expert's matrices: gate, linear half, output. With two names, experts are stacked in one tensor."""
+    moe: str = "mlp"
+    router: str = "gate"
+    shared: str = "shared_expert"
+    two_norms: Mapping[str, str] = field(default_factory=dict)
+    """Other names in models whose attention and feed-forward have a norm each, side by side."""
+
+    def of_layer(self, model: DecoderModel) -> Mapping[str, str]:
+        return {**self.layer, **self.two_norms} if model.parallel_residual == "two_norms" else self.layer
+
+
+LLAMA = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}
+_OUTPUT_NORMS = {"attention_out_norm": "post_attention_layernorm", "ffn_out_norm": "post_feedforward_layernorm"}
+_GEMMA2 = LLAMA | _OUTPUT_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
+_GPT_NEOX = LLAMA | {
+    "attention.out": "attention.dense",
+    "ffn.up": "mlp.dense_h_to_4h",
+    "ffn.down": "mlp.dense_4h_to_h",
+}
+_FALCON = _GPT_NEOX | {"attention.out": "self_attention.dense"}
+_GPT2 = {
+    "attention_norm": "ln_1",
+    "attention.out": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn.up": "mlp.c_fc",
+    "ffn.down": "mlp.c_proj",
+}
+
+Fused = Iterator[tuple[str, str, int, int, int]]
+
+
+def _joined_qkv(tensor: str) -> Callable[[DecoderModel], Fused]:
+    """All queries, then all keys, then all values."""
+
+    def parts(model: DecoderModel) -> Fused:
+        at = 0
+        for name, heads in (("q", model.num_heads), ("k", model.num_kv_heads), ("v", model.num_kv_heads)):
+            rows = heads * model.head_dim
+            yield f"attention.{name}", tensor, 0, at, rows
+            at += rows
+
+    return parts
+
+
+def _grouped_qkv(tensor: str) -> Callable[[DecoderModel], Fused]:
+    """The queries of a group of heads, then their key and their value."""
+
+    def parts(model: DecoderModel) -> Fused:
+        size = model.head_dim
+        queries = model.num_heads // model.num_kv_heads * size
+        for group in range(model.num_kv_heads):
+            at = group * (queries + 2 * size)
+            yield "attention.q", tensor, group * queries, at, queries
+            yield "attention.k", tensor, group * size, at + queries, size
+            yield "attention.v", tensor, group * size, at + queries + size, size
+
+    return parts
+
+
+def _gate_up(model: DecoderModel) -> Fused:
+    yield "ffn.gate", "mlp.gate_up_proj", 0, 0, model.ffn_size
+    yield "ffn.up", "mlp.gate_up_proj", 0, model.ffn_size, model.ffn_size
+
+
+def _phi3(model: DecoderModel) -> Fused:
+    yield from _joined_qkv("self_attn.qkv_proj")(model)
+    yield from _gate_up(model)
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type of transformers."""
+
+    architecture: str
+    rules: tuple[Rule, ...]
+    names: Names = Names(LLAMA)
+
+
+def _sizes(**keys: str) -> tuple[Rule, ...]:
+    """Return the rules for sizes. `keys` are keys whose names are not those of Llama."""
+
+    def name(of: str) -> str:
+        return keys.get(of, of)
+
+    return (
+        Key("num_layers", name("num_hidden_layers"), int),
+        Key("hidden_size", name("hidden_size"), int),
+        Key("num_heads", name("num_attention_heads"), int),
+        Key("vocab_size", "vocab_size", int),
+    )
+
+
+_KV_HEADS = Key("num_kv_heads", "num_key_value_heads", int, lambda model: model["num_heads"])
+_HEAD_DIM = Key("head_dim", "head_dim", int, lambda model: model["hidden_size"] // max(model["num_heads"], 1))
+_DERIVED_HEAD_DIM = Fixed({"head_dim": lambda model: model["hidden_size"] // max(model["num_heads"], 1)})
+_FFN = Key("ffn_size", "intermediate_size", int)
+_UNQUANTISED = Only("quantization_config", (None,))
+
+
+def _tied(default: bool) -> Rule:
+    return Key("tied_embeddings", "tie_word_embeddings", bool, default)
+
+
+def _eps(name: str = "rms_norm_eps", default: float = 1e-6) -> Rule:
+    return Key("norm_eps", name, float, default)
+
+
+def _activation(name: str = "hidden_act", default: str = "silu") -> Rule:
+    return Choice("activation", name, ACTIVATIONS, default)
+
+
+def _biased(name: str, values: tuple[str, str] = ("none", "all"), *, default: bool = False) -> Rule:
+    return Choice("attention_bias", name, dict(zip((False, True), values, strict=True)), default)
+
+
+_MLP_BIAS = Key("mlp_bias", "mlp_bias", bool, False)
+_LLAMA = (*_sizes(), _KV_HEADS, _HEAD_DIM, _FFN, _UNQUANTISED, _tied(False), _eps(), _activation())
+_LAYER_NORM = Fixed({"norm": "layer", "norm_bias": True})
+_NOT_GATED = Fixed({"gated_mlp": False})
+_QK_NORM = Fixed({"qk_norm": True})
+_QK_NORM_OVER_ALL = Fixed({"qk_norm": True, "qk_norm_over": "all"})
+_GEMMA = (
+    *(*_sizes(), _KV_HEADS, Key("head_dim", "head_dim", int, 256), _FFN, _UNQUANTISED, _tied(True), _eps()),
+    Fixed({"norm_offset": True, "embedding_scale": lambda model: math.sqrt(model["hidden_size"])}),
+    _biased("attention_bias"),
+)
+_GEMMA2_RULES = (
+    *(*_GEMMA, _activation("hidden_activation", "gelu_pytorch_tanh")),
+    Fixed({"norm_places": "both"}),
+    Number("attention_scale", "query_pre_attn_scalar", lambda x: x**-0.5, lambda x: round(x**-2)),
+    Key("attention_softcap", "attn_logit_softcapping", float, None),
+    Key("logit_softcap", "final_logit_softcapping", float, None),
+    Only("use_bidirectional_attention", (None, False)),
+)
+_GRANITE = (
+    Number("embedding_scale", "embedding_multiplier", lambda x: x),
+    Number("residual_scale", "residual_multiplier", lambda x: x),
+    Number("attention_scale", "attention_multiplier", lambda x: x),
+    Number("logit_scale", "logits_scaling", lambda x: 1 / x),
+)
+_GLM = (
+    *_LLAMA,
+    _biased("attention_bias", ("none", "qkv")),
+    Rotation(fraction=0.5),
+    Fixed({"rotary_pairs": "neighbours"}),
+)
+_COHERE = (
+    *(*_sizes(), _KV_HEADS, _FFN, _UNQUANTISED, _tied(True), _eps("layer_norm_eps", 1e-5), _activation()),
+    Fixed({"norm": "layer", "parallel_residual": "one_norm", "rotary_pairs": "neighbours"}),
+    Key("logit_scale", "logit_scale", float, 0.0625),
+    _biased("attention_bias"),
+)
+_QWEN_EXPERTS = {
+    "num_experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_ffn_size": "moe_intermediate_size",
+    "normalise_weights": "norm_topk_prob",
+}
+_EVERY_LAYER_HAS_EXPERTS = (Only("decoder_sparse_step", (1,)), Only("mlp_only_layers", ([],)))
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", (*_LLAMA, _biased("attention_bias"), _MLP_BIAS, Rotation())),
+    "mistral": Family("MistralForCausalLM", (*_LLAMA, Windows(), Rotation())),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        (*_LLAMA, Fixed({"attention_bias": "qkv"}), Only("use_sliding_window", (False,)), Rotation()),
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        (*_LLAMA, _QK_NORM, _biased("attention_bias"), Only("use_sliding_window", (False,)), Rotation()),
+    ),
+    "ministral": Family("MinistralForCausalLM", (*_LLAMA, Windows(every=0), Rotation())),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        (*_GEMMA, Choice("activation", "hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"), Rotation()),
+    ),
+    "gemma2": Family("Gemma2ForCausalLM", (*_GEMMA2_RULES, Windows(every=2), Rotation()), Names(_GEMMA2)),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        (*_GEMMA2_RULES, _QK_NORM, Windows(every=6), Rotation(local=True, theta=1_000_000.0)),
+        Names(_GEMMA2),
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        (
+            *(*_sizes(), _KV_HEADS, _DERIVED_HEAD_DIM, _FFN, _UNQUANTISED, _tied(False), _eps("rms_norm_eps", 1e-5)),
+            *(_activation(), Windows(), Rotation(fraction=1.0)),
+        ),
+        Names(LLAMA, fused=_phi3),
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        (*_LLAMA, _biased("attention_bias"), _QK_NORM_OVER_ALL, Fixed({"norm_places": "after"}), Rotation()),
+        Names(LLAMA | _OUTPUT_NORMS),
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        (
+            *(*_LLAMA, _biased("attention_bias"), _QK_NORM_OVER_ALL, Fixed({"norm_places": "after"})),
+            *(Windows(every=4), Rotation(scaled_windows=False)),
+        ),
+        Names(LLAMA | _OUTPUT_NORMS),
+    ),
+    "granite": Family("GraniteForCausalLM", (*_LLAMA, *_GRANITE, _biased("attention_bias"), _MLP_BIAS, Rotation())),
+    "glm": Family("GlmForCausalLM", _GLM, Names(LLAMA, fused=_gate_up)),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        (*_GLM, Fixed({"norm_places": "both"})),
+        Names(
+            LLAMA | {"attention_out_norm": "post_self_attn_layernorm", "ffn_out_norm": "post_mlp_layernorm"},
+            fused=_gate_up,
+        ),
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        (*_LLAMA, _biased("attention_bias"), _MLP_BIAS, Only("use_sliding_window", (False,)), Unrotated(), Rotation()),
+    ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        (
+            *(*_sizes(), _KV_HEADS, _DERIVED_HEAD_DIM, _FFN, _UNQUANTISED, _tied(True), _eps("norm_epsilon", 1e-5)),
+            *(_activation(default="gelu_pytorch_tanh"), _LAYER_NORM, _NOT_GATED),
+            *(_biased("use_bias", default=True), Key("mlp_bias", "use_bias", bool, True), Windows(), Rotation()),
+        ),
+        Names(LLAMA | {"ffn.up": "mlp.c_fc", "ffn.down": "mlp.c_proj"}),
+    ),
+    "stablelm": Family(
+        "StableLmForCausalLM",
+        (
+            *(*_sizes(), _KV_HEADS, _DERIVED_HEAD_DIM, _FFN, _UNQUANTISED, _tied(False), _eps("layer_norm_eps", 1e-5)),
+            *(_activation(), _LAYER_NORM, _biased("use_qkv_bias", ("none", "qkv")), Only("qk_layernorm", (False,))),
+            Choice("parallel_residual", "use_parallel_residual", {False: "none", True: "one_norm"}, False),
+            Rotation(fraction=0.25),
+        ),
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        (
+            *_sizes(num_hidden_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head"),
+            *(Fixed({"num_kv_heads": lambda model: model["num_heads"]}), _DERIVED_HEAD_DIM),
+            Key("ffn_size", "n_inner", int, lambda model: 4 * model["hidden_size"]),
+            Key("learned_positions", "n_positions", int, 1024),
+            *(_UNQUANTISED, _tied(True), _eps("layer_norm_epsilon", 1e-5)),
+            *(_activation("activation_function", "gelu_new"), _LAYER_NORM, _NOT_GATED),
+            Fixed({"attention_bias": "all", "mlp_bias": True}),
+            *(Only("scale_attn_by_inverse_layer_idx", (False,)), Only("scale_attn_weights", (True,))),
+            *(Only("reorder_and_upcast_attn", (False,)), Only("add_cross_attention", (False,))),
+        ),
+        Names(
+            _GPT2,
+            embed="transformer.wte",
+            norm="transformer.ln_f",
+            layers="transformer.h",
+            positions="transformer.wpe",
+            fused=_joined_qkv("attn.c_attn"),
+            transposed=True,
+        ),
+    ),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM",
+        (
+            *(*_sizes(), Fixed({"num_kv_heads": lambda model: model["num_heads"]}), _DERIVED_HEAD_DIM, _FFN),
+            *(_UNQUANTISED, _tied(False), _eps("layer_norm_eps", 1e-5), _activation(default="gelu")),
+            *(_LAYER_NORM, _NOT_GATED, _biased("attention_bias", default=True), Fixed({"mlp_bias": True})),
+            Choice("parallel_residual", "use_parallel_residual", {True: "two_norms", False: "none"}, True),
+            Rotation(fraction=0.25, fraction_key="rotary_pct"),
+        ),
+        Names(
+            _GPT_NEOX,
+            embed="gpt_neox.embed_in",
+            norm="gpt_neox.final_layer_norm",
+            head="embed_out",
+            layers="gpt_neox.layers",
+            fused=_grouped_qkv("attention.query_key_value"),
+        ),
+    ),
+    "falcon": Family(
+        "FalconForCausalLM",
+        (
+            *(
+                *_sizes(),
+                _DERIVED_HEAD_DIM,
+                Key("ffn_size", "ffn_hidden_size", int, lambda model: 4 * model["hidden_size"]),
+            ),
+            *(_UNQUANTISED, _tied(True), _eps("layer_norm_epsilon", 1e-5), _activation("activation", "gelu")),
+            *(_LAYER_NORM, _NOT_GATED, Only("alibi", (False,)), Falcon(), Rotation()),
+        ),
+        Names(
+            _FALCON,
+            embed="transformer.word_embeddings",
+            norm="transformer.ln_f",
+            layers="transformer.h",
+            fused=_grouped_qkv("self_attention.query_key_value"),
+            two_norms={"attention_norm": "ln_attn", "ffn_norm": "ln_mlp"},
+        ),
+    ),
+    "cohere": Family(
+        "CohereForCausalLM", (*_COHERE, _DERIVED_HEAD_DIM, Only("use_qk_norm", (False,)), Rotation(theta=500_000.0))
+    ),
+    "cohere2": Family(
+        "Cohere2ForCausalLM",
+        (*_COHERE, _HEAD_DIM, Windows(every=4), Fixed({"rotated_layers": "windowed"}), Rotation()),
+    ),
+    "nemotron": Family(
+        "NemotronForCausalLM",
+        (
+            *(*_sizes(), _KV_HEADS, _HEAD_DIM, _FFN, _UNQUANTISED, _tied(False), _eps("norm_eps", 1e-5)),
+            *(_activation(default="relu2"), _LAYER_NORM, Fixed({"norm_offset": True}), _NOT_GATED),
+            *(_biased("attention_bias"), _MLP_BIAS, Rotation(fraction=0.5)),
+        ),
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        (
+            *(*_LLAMA, _QK_NORM, Fixed({"norm_places": "after"}), Windows(every=4)),
+            Fixed({"rotated_layers": lambda model: "all" if model["sliding_window"] is None else "windowed"}),
+            Rotation(),
+        ),
+        Names(LLAMA | _OUTPUT_NORMS),
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        (
+            *(*_sizes(), _KV_HEADS, Key("head_dim", "head_dim", int, 128), _FFN, _UNQUANTISED, _tied(True)),
+            *(_eps("rms_norm_eps", 1e-5), _activation(), _biased("use_bias"), Key("mlp_bias", "use_bias", bool, False)),
+            *(Fixed({"rotary_pairs": "neighbours"}), Rotation(theta=500_000.0)),
+        ),
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        (
+            *(*_LLAMA, _biased("attention_bias", ("none", "qkv"), default=True), Only("attention_out_bias", (False,))),
+            *(_MLP_BIAS, Rotation()),
+        ),
+    ),
+    "arcee": Family(
+        "ArceeForCausalLM",
+        (
+            *(*_sizes(), _KV_HEADS, _HEAD_DIM, _FFN, _UNQUANTISED, _tied(False), _eps("rms_norm_eps", 1e-5)),
+            *(_activation(default="relu2"), _NOT_GATED, _biased("attention_bias"), _MLP_BIAS, Rotation()),
+        ),
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        (
+            *(*_LLAMA, Windows(), Rotation()),
+            Experts(
+                {
+                    "num_experts": "num_local_experts",
+                    "top_k": "num_experts_per_tok",
+                    "expert_ffn_size": "intermediate_size",
+                },
+                {"normalise_weights": True},
+            ),
+        ),
+        Names(LLAMA, moe="block_sparse_moe", experts=("w1", "w3", "w2")),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        (
+            *(*_LLAMA, _QK_NORM, _biased("attention_bias"), Only("use_sliding_window", (False,))),
+            *(*_EVERY_LAYER_HAS_EXPERTS, Experts(_QWEN_EXPERTS), Rotation()),
+        ),
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        (
+            *(*_LLAMA, Choice("attention_bias", "qkv_bias", {True: "qkv", False: "none"}, True)),
+            *(Only("use_sliding_window", (False,)), *_EVERY_LAYER_HAS_EXPERTS, Rotation()),
+            Experts(
+                _QWEN_EXPERTS | {"shared_expert_ffn_size": "shared_expert_intermediate_size"}, {"shared_gate": True}
+            ),
+        ),
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        (
+            *(*_LLAMA, _QK_NORM_OVER_ALL, _biased("attention_bias"), Only("clip_qkv", (None,)), Rotation()),
+            Experts(_QWEN_EXPERTS | {"expert_ffn_size": "intermediate_size"}),
+        ),
+    ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM",
+        (
+            *(*_LLAMA, *_GRANITE, _biased("attention_bias"), Rotation()),
+            Experts(
+                {
+                    "num_experts": "num_local_experts",
+                    "top_k": "num_experts_per_tok",
+                    "expert_ffn_size": "intermediate_size",
+                },
+                {"normalise_weights": True},
+            ),
+        ),
+        Names(
+            LLAMA,
+            moe="block_sparse_moe",
+            router="router.layer",
+            experts=("input_linear.weight", "output_linear.weight"),
+        ),
+    ),
+}
