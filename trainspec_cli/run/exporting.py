@@ -184,7 +184,8 @@ def write_adapters(wanted: Export, output: Path) -> str:
         named = plan.spec.init.hub_name
         by_name = named.name if named and named.revision == "main" else None
         above = by_name or str((base or output / BASE).absolute())
-        write_json(temporary / ADAPTER_CONFIG, adapter_config(plan.spec.lora, above))
+        assert isinstance(plan.spec.model, DecoderModel), "only decoders have adapters"
+        write_json(temporary / ADAPTER_CONFIG, adapter_config(plan.spec.model, plan.spec.lora, above))
         if plan.spec.lora.is_quantised:
             # The model card states how the base model was quantised.
             lines = ["---", "library_name: peft", f"base_model: {json.dumps(above, allow_nan=False)}", "---", ""]

@@ -150,7 +150,7 @@ def test_biases_other_matrices_and_a_rank_of_0_have_no_adapter() -> None:
 
 
 def test_the_config_of_adapters() -> None:
-    assert adapter_config(replace(LORA, targets=("q", "k", "v", "out", "gate", "up", "down")), "base") == {
+    assert adapter_config(MODEL, replace(LORA, targets=("q", "k", "v", "out", "gate", "up", "down")), "base") == {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": "base",
@@ -161,6 +161,12 @@ def test_the_config_of_adapters() -> None:
         "bias": "none",
         "inference_mode": True,
     }
+
+
+def test_matrices_that_share_a_tensor_have_no_adapter_in_pefts_format() -> None:
+    with pytest.raises(RecipeError) as raised:
+        adapter_config(replace(MODEL, hf_type="phi3"), LORA, "base")
+    assert [(one.code, one.path) for one in raised.value.problems] == [("unsupported", "--format")]
 
 
 def stored(model: DecoderModel) -> dict[str, StoredTensor]:

@@ -24,7 +24,7 @@ class UnsupportedValueError(Exception):
 class WrongTypeError(Exception):
     """A value in config.json of a type that transformers would not write."""
 
-    def __init__(self, key: str, value: JsonValue, kind: object):
+    def __init__(self, key: str, value: JsonValue, kind: type):
         super().__init__(key)
         self.key = key
         self.value = value

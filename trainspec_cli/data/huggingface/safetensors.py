@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
@@ -27,8 +27,6 @@ from trainspec_cli.data.huggingface.families import FAMILIES, Names
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.records import read_record, to_plain
-
-T = TypeVar("T", bound=Any)
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit on the size of a header."""
@@ -162,15 +160,6 @@ HEAD = "lm_head.weight"
 ADAPTERS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
-_PROJECTIONS = {
-    "q": "q_proj",
-    "k": "k_proj",
-    "v": "v_proj",
-    "out": "o_proj",
-    "gate": "gate_proj",
-    "up": "up_proj",
-    "down": "down_proj",
-}
 
 
 @dataclass(frozen=True)
@@ -198,8 +187,8 @@ class Piece:
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return shape if self.stacked else shape[-2:]
 
-    def part_of(self, tensor: T) -> T:
-        """Return the box as a view of the tensor, with the parameter's dimensions. `tensor`: of torch or numpy."""
+    def part_of(self, tensor: Any) -> Any:
+        """Return the box as a view of the tensor (of torch or numpy), with the parameter's dimensions."""
         if self.transposed:
             tensor = tensor.swapaxes(-1, -2)
         if self.row is not None:
@@ -333,16 +322,14 @@ def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Itera
     yield _whole(f"{ours}.router.weight", f"{theirs}.{names.router}.weight", (experts.num_experts, hidden))
     if len(names.experts) == 2:  # all experts in one tensor
         both, down = names.experts
-        for name, tensor, shape in (("up", both, up_shape), ("down", down, down_shape)):
-            piece = Piece(f"{theirs}.{tensor}", (0, 0, 0), shape, transposed=True, stacked=True)
-            yield Parameter(f"{ours}.experts.{name}", shape, (piece,))
+        for name, tensor, stacked in (("up", both, up_shape), ("down", down, down_shape)):
+            stack = Piece(f"{theirs}.{tensor}", (0, 0, 0), stacked, transposed=True, stacked=True)
+            yield Parameter(f"{ours}.experts.{name}", stacked, (stack,))
     else:
         gate, up, down = names.experts
 
-        def piece(expert: int, matrix: str, column: int, shape: Shape) -> Piece:
-            return Piece(
-                f"{theirs}.experts.{expert}.{matrix}.weight", (expert, 0, column), (1, *shape), transposed=True
-            )
+        def piece(expert: int, leaf: str, column: int, shape: Shape) -> Piece:
+            return Piece(f"{theirs}.experts.{expert}.{leaf}.weight", (expert, 0, column), (1, *shape), transposed=True)
 
         halves = [piece(e, name, at, (hidden, width)) for e in rows for name, at in ((gate, 0), (up, width))]
         downs = [piece(e, down, 0, (width, hidden)) for e in rows]
@@ -351,8 +338,8 @@ def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Itera
     if experts.shared_experts:
         shared = experts.shared_experts * (experts.shared_expert_ffn_size or width)
         for name, tensor in {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}.items():
-            shape = (hidden, shared) if name == "down" else (shared, hidden)
-            yield _whole(f"{ours}.shared.{name}.weight", f"{theirs}.{names.shared}.{tensor}.weight", shape)
+            matrix = (hidden, shared) if name == "down" else (shared, hidden)
+            yield _whole(f"{ours}.shared.{name}.weight", f"{theirs}.{names.shared}.{tensor}.weight", matrix)
     if experts.shared_gate:
         yield _whole(f"{ours}.shared_gate", f"{theirs}.{names.shared}_gate.weight", (1, hidden))
 
@@ -383,8 +370,18 @@ def adapters_of(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
     ]
 
 
-def adapter_config(lora: LoraSpec, base: str | None) -> JsonObject:
-    """Return the content of adapter_config.json. `base` identifies the frozen weights for from_pretrained."""
+def adapter_config(model: DecoderModel, lora: LoraSpec, base: str | None) -> JsonObject:
+    """Return the content of adapter_config.json. `base` identifies the frozen weights for from_pretrained. Raises
+    RecipeError if the adapted matrices are not whole tensors in models of this type."""
+    kind = model_type(model)
+    names = FAMILIES[kind].names
+    if names.fused or names.transposed:
+        message = (
+            f"{kind} stores several adapted matrices in one tensor, or transposed, so PEFT cannot load the adapters"
+        )
+        raise RecipeError(Problem("unsupported", message, "--format", "pass --format hf, which merges the adapters"))
+    named = names.of_layer(model)
+    targets = [named.get(f"attention.{target}") or named[f"ffn.{target}"] for target in lora.targets]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -392,7 +389,7 @@ def adapter_config(lora: LoraSpec, base: str | None) -> JsonObject:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": [_PROJECTIONS[target] for target in lora.targets],
+        "target_modules": [target.rpartition(".")[2] for target in targets],
         "bias": "none",
         "inference_mode": True,
     }
