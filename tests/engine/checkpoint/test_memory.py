@@ -330,6 +330,24 @@ def test_a_file_without_a_mark_is_sent_again(monkeypatch: pytest.MonkeyPatch, no
     assert (nodes[1].slot(0) / file_name(0)).read_bytes() == b"0 4"
 
 
+def test_a_copy_of_an_earlier_step_is_replaced(monkeypatch: pytest.MonkeyPatch, nodes: list[CopyLocation]) -> None:
+    """The node had this rank in an earlier start, so its whole copy of that time is still there."""
+    for rank in range(2):
+        keep_part(nodes[0], 0, rank, step=8)
+    keep_part(nodes[1], 0, 0, step=8)
+    keep_part(nodes[1], 0, 1, step=4)
+    found = find_over(monkeypatch, nodes[1], nodes[0])
+    assert (found.manifest.step, found.holders[file_name(1)]) == (8, 1)  # counted in the order of `find_over`
+    fetched(
+        monkeypatch,
+        nodes[1],
+        memory.FoundCopy(found.folder, 0, found.manifest, {file_name(1): 0}),
+        [(0, []), (1, [file_name(1)])],
+    )
+    assert (nodes[1].slot(0) / file_name(1)).read_bytes() == bytes([70] * 3)
+    assert not (nodes[1].slot(0) / file_name(1)).with_suffix(".json").exists()
+
+
 def test_an_altered_copy_is_replaced_by_the_neighbours_whole_one(
     monkeypatch: pytest.MonkeyPatch, nodes: list[CopyLocation]
 ) -> None:

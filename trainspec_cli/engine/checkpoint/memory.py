@@ -283,8 +283,8 @@ def _whole_parts(location: CopyLocation) -> Iterable[KeptPart]:
 def fetch(location: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
     """Send the files of `found` to nodes whose ranks need them but do not have them. Called collectively by all
     ranks."""
-    has = {path.name for path in found.folder.glob("rank*.safetensors")}
-    whole = {name for name in has if _mark_file(found.folder, int(name[4:9])).is_file()}
+    # A node that had other ranks in an earlier start still has their files, with the marks of earlier steps.
+    whole = {file.name for file in found.manifest.files if _is_kept(found.folder, file)}
     wanted = gather_json(
         [location.node, sorted(needed - whole)],
         lambda content: (convert(int, content[0]), convert(tuple[str, ...], content[1])),
@@ -297,9 +297,16 @@ def fetch(location: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
         if location.rank == holder:
             dist.send(torch.from_file(str(found.folder / name), shared=True, size=size, dtype=torch.uint8), receiver)
         if location.rank == receiver:
+            _mark_file(found.folder, int(name[4:9])).unlink(missing_ok=True)  # of what is overwritten
             buffer = _segment(found.folder / name, size, torch.device("cpu"))
             dist.recv(buffer, holder)
     dist.barrier()
+
+
+def _is_kept(slot: Path, file: FileDigest) -> bool:
+    """Return whether a slot holds this file, as `_whole_parts` has verified."""
+    path = _mark_file(slot, int(file.name[4:9]))
+    return path.is_file() and (slot / file.name).is_file() and KeptPart.read(read_object(path)).part.file == file
 
 
 def clear(location: CopyLocation) -> None:

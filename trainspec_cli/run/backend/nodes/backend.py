@@ -329,7 +329,7 @@ class NodesBackend:
         self._suspects = repeated_faults(read_node_failures(job.run)) if job.survives_lost_nodes else {}
         skips = job.survives_lost_nodes and job.is_restart and not self._suspects
         self._examination = None if skips else examination
-        self._num_nodes = plan.num_nodes if plan else job.num_nodes
+        self._num_nodes = plan.num_nodes if plan else job.num_nodes or len(job.nodes)
         self._num_groups = plan.replica_groups if plan else 1
         # A run with one group restarts without the lost node, or its job is requeued.
         self._replacements = reach.replacements if self._num_groups > 1 else None
