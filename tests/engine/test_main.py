@@ -14,6 +14,7 @@ from trainspec_cli.core.environment_names import GENERATION, GROUP
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine import __main__ as worker
 from trainspec_cli.engine.run import worker as training
+from trainspec_cli.engine.run.startup import Startup
 from trainspec_cli.engine.run.training_run import TrainingRun
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
@@ -33,7 +34,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def work(run_dir: RunDir, stop: object) -> None:
+    def work(run_dir: RunDir, stop: object, startup: object) -> None:
         raise error
 
     monkeypatch.setattr("trainspec_cli.engine.run.worker.work", work)
@@ -100,8 +101,9 @@ def test_a_worker_builds_fills_and_trains_in_order(
     monkeypatch.setattr(training, "open_source", note("opens", "source"))
     monkeypatch.setattr(training, "open_coordinator", note("joins in", "coordinator"))
     monkeypatch.setattr(training, "Trainer", note("is made", SimpleNamespace(train=note("trains"))))
-    training.work(run_dir, "stop")  # type: ignore[arg-type]
-    run = TrainingRun(relieved, "state", run_dir, "recipe's", "stop", "journal", None, "supervisor")  # type: ignore[arg-type]
+    startup = Startup()
+    training.work(run_dir, "stop", startup)  # type: ignore[arg-type]
+    run = TrainingRun(relieved, "state", run_dir, "recipe's", "stop", "journal", None, "supervisor", startup)  # type: ignore[arg-type]
     assert order == [
         *(("joins", "cpu"), ("connects", 3), ("recalls", plan, run_dir), ("builds", relieved, DEVICE)),
         *([] if resumes else [("loads", relieved, "state")]),

@@ -35,7 +35,7 @@ def start_nodes(start_trainspec):
 
 
 TWO_OF_THREE = ("--nnodes", "2:3")
-WITH_SPARE = ("--nnodes", "2", "--spare-nodes", "1")
+WITH_SPARE = ("--nnodes", "2+1")
 
 
 @pytest.fixture

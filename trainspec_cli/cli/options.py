@@ -31,15 +31,9 @@ NumNodesRange = Annotated[
     str | None,
     typer.Option(
         "--nnodes",
-        metavar="N or MIN:MAX",
-        help="Number of nodes; run the same command on each. With MIN:MAX, it starts on MAX nodes, and after losses "
-        "continues on MIN or more.",
-    ),
-]
-SpareNodes = Annotated[
-    int,
-    typer.Option(
-        "--spare-nodes", metavar="K", min=0, help="Number of additional nodes, each of which replaces a lost one."
+        metavar="[MIN:]N[+K]",
+        help="Number of nodes; run the same command on each. With MIN, it continues on MIN or more nodes after losses. "
+        "K additional nodes are spares: each replaces a lost node.",
     ),
 ]
 NodeRank = Annotated[int, typer.Option("--node-rank", metavar="I", help="Number of this node, starting at 0.")]

@@ -165,7 +165,7 @@ def test_the_config_of_adapters() -> None:
 
 def test_matrices_that_share_a_tensor_have_no_adapter_in_pefts_format() -> None:
     with pytest.raises(RecipeError) as raised:
-        adapter_config(replace(MODEL, hf_type="phi3"), LORA, "base")
+        adapter_config(replace(MODEL, head_dim=2, hf_type="phi3"), LORA, "base")
     assert [(one.code, one.path) for one in raised.value.problems] == [("unsupported", "--format")]
 
 

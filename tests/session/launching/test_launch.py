@@ -27,7 +27,7 @@ def started(here: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
         started.append(session)
         return 6
 
-    def join(run_dir: str, node: int, console: Any, *, wait_s: float, joined: Joined) -> int:
+    def join(run_dir: str, node: int, console: Any, *, wait_s: float, joined: Joined, address: Any) -> int:
         assert joined.take_over
         started.append((run_dir, node, wait_s))
         return 5

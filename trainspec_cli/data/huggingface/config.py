@@ -9,7 +9,7 @@ from functools import lru_cache
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import describe_kind, show_kind
-from trainspec_cli.data.huggingface.families import FAMILIES, UnsupportedValueError, WrongTypeError
+from trainspec_cli.data.huggingface.families import FAMILIES, UnreadableValueError, WrongTypeError
 from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec
 from trainspec_cli.recipe.records import build
 
@@ -123,7 +123,7 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
         except KeyError as error:
             if not wrong:  # the key may have been read from a value of the wrong type
                 raise _unsupported(f"{where} has no {error}") from error
-        except UnsupportedValueError as error:
+        except UnreadableValueError as error:
             raise _unsupported(f"{where} has {error}") from error
     if wrong:
         raise RecipeError(wrong)

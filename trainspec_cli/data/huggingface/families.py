@@ -17,7 +17,7 @@ from trainspec_cli.recipe.keys.model import DecoderModel, RopeScaling
 MISSING = object()
 
 
-class UnsupportedValueError(Exception):
+class UnreadableValueError(Exception):
     """A value in config.json that the engine's decoder cannot represent. The text completes "config.json has ..."."""
 
 
@@ -41,7 +41,10 @@ def get(config: JsonObject, key: str, kind: Any, default: Any = MISSING) -> Any:
     if isinstance(value, bool) is not (kind is bool) and kind in (bool, int, float):
         raise WrongTypeError(key, value, kind)
     if kind is float and isinstance(value, int):
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            raise WrongTypeError(key, value, kind) from None
     if not isinstance(value, kind):
         raise WrongTypeError(key, value, kind)
     if kind in (int, float) and not 0 <= value < math.inf:
@@ -86,7 +89,7 @@ class Key(Rule):
 
 
 @dataclass(frozen=True)
-class Choice(Rule):
+class ValueMap(Rule):
     """A field with one value for each value of a key. A missing or null key counts as `default`."""
 
     field: str
@@ -99,7 +102,7 @@ class Choice(Rule):
         value = self.default if value is None else value
         if isinstance(value, (dict, list)) or value not in self.values:
             known = ", ".join(str(one) for one in self.values if one is not None)
-            raise UnsupportedValueError(f"{self.name} {value!r}; supported are {known}")
+            raise UnreadableValueError(f"{self.name} {value!r}; supported are {known}")
         model[self.field] = self.values[value]
 
     def write(self, model: DecoderModel, config: JsonObject) -> None:
@@ -117,7 +120,7 @@ class Only(Rule):
 
     def read(self, config: JsonObject, model: JsonObject) -> None:
         if config.get(self.name) not in (*self.values, None):
-            raise UnsupportedValueError(f"{self.name} {config[self.name]!r}, which the engine's models do not support")
+            raise UnreadableValueError(f"{self.name} {config[self.name]!r}, which the engine's models do not support")
 
     def write(self, model: DecoderModel, config: JsonObject) -> None:
         if self.values[0] is not None:
@@ -125,7 +128,7 @@ class Only(Rule):
 
 
 @dataclass(frozen=True)
-class Fixed(Rule):
+class Always(Rule):
     """Fields that all models of a type have. A value may be a function of the fields read so far."""
 
     fields: Mapping[str, Any]
@@ -185,7 +188,7 @@ class Windows(Rule):
         if types is not None:
             found = [count for count in range(layers + 1) if types == _layer_types(layers, count)]
             if not found:
-                raise UnsupportedValueError("`layer_types` that are not the same in every n-th layer")
+                raise UnreadableValueError("`layer_types` that are not the same in every n-th layer")
             every = every if every in found else found[0]
         model |= {"sliding_window": window, "global_attention_every": every}
 
@@ -223,7 +226,7 @@ class Rotation(Rule):
             if isinstance(windowed, dict):
                 local_theta = get(windowed, "rope_theta", float, None)
                 if windowed.get("rope_type", "default") != "default":
-                    raise UnsupportedValueError("scaled rotary embeddings in layers with a window")
+                    raise UnreadableValueError("scaled rotary embeddings in layers with a window")
             given = given[FULL]
         elif self.local:
             local_theta = get(config, "rope_local_base_freq", float, None)
@@ -263,7 +266,7 @@ def read_scaling(given: JsonObject, seq_len: int | None) -> JsonObject | None:
     if kind == "default":
         return None
     if kind not in ("llama3", "yarn", "linear"):
-        raise UnsupportedValueError(
+        raise UnreadableValueError(
             f"rotary embeddings scaled by {kind!r}; supported are default, linear, llama3 and yarn"
         )
     scaling: JsonObject = {"kind": kind, "factor": get(given, "factor", float)}
@@ -278,7 +281,7 @@ def read_scaling(given: JsonObject, seq_len: int | None) -> JsonObject | None:
         return scaling
     mscale = get(given, "mscale", float, 0.0)
     if (get(given, "mscale_all_dim", float, 0.0) or mscale) not in (0.0, 1.0) or given.get("attention_factor"):
-        raise UnsupportedValueError("an attention factor of yarn (mscale_all_dim) other than 1")
+        raise UnreadableValueError("an attention factor of yarn (mscale_all_dim) other than 1")
     scaling |= {"beta_fast": get(given, "beta_fast", float, 32.0) or 32.0}
     scaling |= {"beta_slow": get(given, "beta_slow", float, 1.0) or 1.0}
     scaling |= {"whole_bounds": get(given, "truncate", bool, True)}
@@ -302,7 +305,7 @@ def write_scaling(scaling: RopeScaling | None) -> JsonObject:
 
 
 @dataclass(frozen=True)
-class Experts(Rule):
+class ExpertKeys(Rule):
     """A mixture of experts. `keys` maps fields of `ExpertSpec` to keys of config.json; `fixed` are values that all
     models of the type have."""
 
@@ -349,7 +352,7 @@ class Unrotated(Rule):
         if rotated is not None:
             found = [count for count in range(layers + 1) if rotated == _rotated_layers(layers, count)]
             if not found:
-                raise UnsupportedValueError("`no_rope_layers` that are not the same in every n-th layer")
+                raise UnreadableValueError("`no_rope_layers` that are not the same in every n-th layer")
             every = every if every in found else found[0]
         model["unrotated_every"] = every
 
@@ -499,7 +502,7 @@ def _phi3(model: DecoderModel) -> Fused:
 
 
 @dataclass(frozen=True)
-class Family:
+class HubType:
     """A model type of transformers."""
 
     architecture: str
@@ -523,7 +526,7 @@ def _sizes(**keys: str) -> tuple[Rule, ...]:
 
 _KV_HEADS = Key("num_kv_heads", "num_key_value_heads", int, lambda model: model["num_heads"])
 _HEAD_DIM = Key("head_dim", "head_dim", int, lambda model: model["hidden_size"] // max(model["num_heads"], 1))
-_DERIVED_HEAD_DIM = Fixed({"head_dim": lambda model: model["hidden_size"] // max(model["num_heads"], 1)})
+_DERIVED_HEAD_DIM = Always({"head_dim": lambda model: model["hidden_size"] // max(model["num_heads"], 1)})
 _FFN = Key("ffn_size", "intermediate_size", int)
 _UNQUANTISED = Only("quantization_config", (None,))
 
@@ -537,27 +540,27 @@ def _eps(name: str = "rms_norm_eps", default: float = 1e-6) -> Rule:
 
 
 def _activation(name: str = "hidden_act", default: str = "silu") -> Rule:
-    return Choice("activation", name, ACTIVATIONS, default)
+    return ValueMap("activation", name, ACTIVATIONS, default)
 
 
 def _biased(name: str, values: tuple[str, str] = ("none", "all"), *, default: bool = False) -> Rule:
-    return Choice("attention_bias", name, dict(zip((False, True), values, strict=True)), default)
+    return ValueMap("attention_bias", name, dict(zip((False, True), values, strict=True)), default)
 
 
 _MLP_BIAS = Key("mlp_bias", "mlp_bias", bool, False)
 _LLAMA = (*_sizes(), _KV_HEADS, _HEAD_DIM, _FFN, _UNQUANTISED, _tied(False), _eps(), _activation())
-_LAYER_NORM = Fixed({"norm": "layer", "norm_bias": True})
-_NOT_GATED = Fixed({"gated_mlp": False})
-_QK_NORM = Fixed({"qk_norm": True})
-_QK_NORM_OVER_ALL = Fixed({"qk_norm": True, "qk_norm_over": "all"})
+_LAYER_NORM = Always({"norm": "layer", "norm_bias": True})
+_NOT_GATED = Always({"gated_mlp": False})
+_QK_NORM = Always({"qk_norm": True})
+_QK_NORM_OVER_ALL = Always({"qk_norm": True, "qk_norm_over": "all"})
 _GEMMA = (
     *(*_sizes(), _KV_HEADS, Key("head_dim", "head_dim", int, 256), _FFN, _UNQUANTISED, _tied(True), _eps()),
-    Fixed({"norm_offset": True, "embedding_scale": lambda model: math.sqrt(model["hidden_size"])}),
+    Always({"norm_offset": True, "embedding_scale": lambda model: math.sqrt(model["hidden_size"])}),
     _biased("attention_bias"),
 )
 _GEMMA2_RULES = (
     *(*_GEMMA, _activation("hidden_activation", "gelu_pytorch_tanh")),
-    Fixed({"norm_places": "both"}),
+    Always({"norm_places": "both"}),
     Number("attention_scale", "query_pre_attn_scalar", lambda x: x**-0.5, lambda x: round(x**-2)),
     Key("attention_softcap", "attn_logit_softcapping", float, None),
     Key("logit_softcap", "final_logit_softcapping", float, None),
@@ -573,11 +576,11 @@ _GLM = (
     *_LLAMA,
     _biased("attention_bias", ("none", "qkv")),
     Rotation(fraction=0.5),
-    Fixed({"rotary_pairs": "neighbours"}),
+    Always({"rotary_pairs": "neighbours"}),
 )
 _COHERE = (
     *(*_sizes(), _KV_HEADS, _FFN, _UNQUANTISED, _tied(True), _eps("layer_norm_eps", 1e-5), _activation()),
-    Fixed({"norm": "layer", "parallel_residual": "one_norm", "rotary_pairs": "neighbours"}),
+    Always({"norm": "layer", "parallel_residual": "one_norm", "rotary_pairs": "neighbours"}),
     Key("logit_scale", "logit_scale", float, 0.0625),
     _biased("attention_bias"),
 )
@@ -589,29 +592,29 @@ _QWEN_EXPERTS = {
 }
 _EVERY_LAYER_HAS_EXPERTS = (Only("decoder_sparse_step", (1,)), Only("mlp_only_layers", ([],)))
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", (*_LLAMA, _biased("attention_bias"), _MLP_BIAS, Rotation())),
-    "mistral": Family("MistralForCausalLM", (*_LLAMA, Windows(), Rotation())),
-    "qwen2": Family(
+FAMILIES: dict[str, HubType] = {
+    "llama": HubType("LlamaForCausalLM", (*_LLAMA, _biased("attention_bias"), _MLP_BIAS, Rotation())),
+    "mistral": HubType("MistralForCausalLM", (*_LLAMA, Windows(), Rotation())),
+    "qwen2": HubType(
         "Qwen2ForCausalLM",
-        (*_LLAMA, Fixed({"attention_bias": "qkv"}), Only("use_sliding_window", (False,)), Rotation()),
+        (*_LLAMA, Always({"attention_bias": "qkv"}), Only("use_sliding_window", (False,)), Rotation()),
     ),
-    "qwen3": Family(
+    "qwen3": HubType(
         "Qwen3ForCausalLM",
         (*_LLAMA, _QK_NORM, _biased("attention_bias"), Only("use_sliding_window", (False,)), Rotation()),
     ),
-    "ministral": Family("MinistralForCausalLM", (*_LLAMA, Windows(every=0), Rotation())),
-    "gemma": Family(
+    "ministral": HubType("MinistralForCausalLM", (*_LLAMA, Windows(every=0), Rotation())),
+    "gemma": HubType(
         "GemmaForCausalLM",
-        (*_GEMMA, Choice("activation", "hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"), Rotation()),
+        (*_GEMMA, ValueMap("activation", "hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"), Rotation()),
     ),
-    "gemma2": Family("Gemma2ForCausalLM", (*_GEMMA2_RULES, Windows(every=2), Rotation()), Names(_GEMMA2)),
-    "gemma3_text": Family(
+    "gemma2": HubType("Gemma2ForCausalLM", (*_GEMMA2_RULES, Windows(every=2), Rotation()), Names(_GEMMA2)),
+    "gemma3_text": HubType(
         "Gemma3ForCausalLM",
         (*_GEMMA2_RULES, _QK_NORM, Windows(every=6), Rotation(local=True, theta=1_000_000.0)),
         Names(_GEMMA2),
     ),
-    "phi3": Family(
+    "phi3": HubType(
         "Phi3ForCausalLM",
         (
             *(*_sizes(), _KV_HEADS, _DERIVED_HEAD_DIM, _FFN, _UNQUANTISED, _tied(False), _eps("rms_norm_eps", 1e-5)),
@@ -619,34 +622,34 @@ FAMILIES: dict[str, Family] = {
         ),
         Names(LLAMA, fused=_phi3),
     ),
-    "olmo2": Family(
+    "olmo2": HubType(
         "Olmo2ForCausalLM",
-        (*_LLAMA, _biased("attention_bias"), _QK_NORM_OVER_ALL, Fixed({"norm_places": "after"}), Rotation()),
+        (*_LLAMA, _biased("attention_bias"), _QK_NORM_OVER_ALL, Always({"norm_places": "after"}), Rotation()),
         Names(LLAMA | _OUTPUT_NORMS),
     ),
-    "olmo3": Family(
+    "olmo3": HubType(
         "Olmo3ForCausalLM",
         (
-            *(*_LLAMA, _biased("attention_bias"), _QK_NORM_OVER_ALL, Fixed({"norm_places": "after"})),
+            *(*_LLAMA, _biased("attention_bias"), _QK_NORM_OVER_ALL, Always({"norm_places": "after"})),
             *(Windows(every=4), Rotation(scaled_windows=False)),
         ),
         Names(LLAMA | _OUTPUT_NORMS),
     ),
-    "granite": Family("GraniteForCausalLM", (*_LLAMA, *_GRANITE, _biased("attention_bias"), _MLP_BIAS, Rotation())),
-    "glm": Family("GlmForCausalLM", _GLM, Names(LLAMA, fused=_gate_up)),
-    "glm4": Family(
+    "granite": HubType("GraniteForCausalLM", (*_LLAMA, *_GRANITE, _biased("attention_bias"), _MLP_BIAS, Rotation())),
+    "glm": HubType("GlmForCausalLM", _GLM, Names(LLAMA, fused=_gate_up)),
+    "glm4": HubType(
         "Glm4ForCausalLM",
-        (*_GLM, Fixed({"norm_places": "both"})),
+        (*_GLM, Always({"norm_places": "both"})),
         Names(
             LLAMA | {"attention_out_norm": "post_self_attn_layernorm", "ffn_out_norm": "post_mlp_layernorm"},
             fused=_gate_up,
         ),
     ),
-    "smollm3": Family(
+    "smollm3": HubType(
         "SmolLM3ForCausalLM",
         (*_LLAMA, _biased("attention_bias"), _MLP_BIAS, Only("use_sliding_window", (False,)), Unrotated(), Rotation()),
     ),
-    "starcoder2": Family(
+    "starcoder2": HubType(
         "Starcoder2ForCausalLM",
         (
             *(*_sizes(), _KV_HEADS, _DERIVED_HEAD_DIM, _FFN, _UNQUANTISED, _tied(True), _eps("norm_epsilon", 1e-5)),
@@ -655,25 +658,25 @@ FAMILIES: dict[str, Family] = {
         ),
         Names(LLAMA | {"ffn.up": "mlp.c_fc", "ffn.down": "mlp.c_proj"}),
     ),
-    "stablelm": Family(
+    "stablelm": HubType(
         "StableLmForCausalLM",
         (
             *(*_sizes(), _KV_HEADS, _DERIVED_HEAD_DIM, _FFN, _UNQUANTISED, _tied(False), _eps("layer_norm_eps", 1e-5)),
             *(_activation(), _LAYER_NORM, _biased("use_qkv_bias", ("none", "qkv")), Only("qk_layernorm", (False,))),
-            Choice("parallel_residual", "use_parallel_residual", {False: "none", True: "one_norm"}, False),
+            ValueMap("parallel_residual", "use_parallel_residual", {False: "none", True: "one_norm"}, False),
             Rotation(fraction=0.25),
         ),
     ),
-    "gpt2": Family(
+    "gpt2": HubType(
         "GPT2LMHeadModel",
         (
             *_sizes(num_hidden_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head"),
-            *(Fixed({"num_kv_heads": lambda model: model["num_heads"]}), _DERIVED_HEAD_DIM),
+            *(Always({"num_kv_heads": lambda model: model["num_heads"]}), _DERIVED_HEAD_DIM),
             Key("ffn_size", "n_inner", int, lambda model: 4 * model["hidden_size"]),
             Key("learned_positions", "n_positions", int, 1024),
             *(_UNQUANTISED, _tied(True), _eps("layer_norm_epsilon", 1e-5)),
             *(_activation("activation_function", "gelu_new"), _LAYER_NORM, _NOT_GATED),
-            Fixed({"attention_bias": "all", "mlp_bias": True}),
+            Always({"attention_bias": "all", "mlp_bias": True}),
             *(Only("scale_attn_by_inverse_layer_idx", (False,)), Only("scale_attn_weights", (True,))),
             *(Only("reorder_and_upcast_attn", (False,)), Only("add_cross_attention", (False,))),
         ),
@@ -687,13 +690,13 @@ FAMILIES: dict[str, Family] = {
             transposed=True,
         ),
     ),
-    "gpt_neox": Family(
+    "gpt_neox": HubType(
         "GPTNeoXForCausalLM",
         (
-            *(*_sizes(), Fixed({"num_kv_heads": lambda model: model["num_heads"]}), _DERIVED_HEAD_DIM, _FFN),
+            *(*_sizes(), Always({"num_kv_heads": lambda model: model["num_heads"]}), _DERIVED_HEAD_DIM, _FFN),
             *(_UNQUANTISED, _tied(False), _eps("layer_norm_eps", 1e-5), _activation(default="gelu")),
-            *(_LAYER_NORM, _NOT_GATED, _biased("attention_bias", default=True), Fixed({"mlp_bias": True})),
-            Choice("parallel_residual", "use_parallel_residual", {True: "two_norms", False: "none"}, True),
+            *(_LAYER_NORM, _NOT_GATED, _biased("attention_bias", default=True), Always({"mlp_bias": True})),
+            ValueMap("parallel_residual", "use_parallel_residual", {True: "two_norms", False: "none"}, True),
             Rotation(fraction=0.25, fraction_key="rotary_pct"),
         ),
         Names(
@@ -705,7 +708,7 @@ FAMILIES: dict[str, Family] = {
             fused=_grouped_qkv("attention.query_key_value"),
         ),
     ),
-    "falcon": Family(
+    "falcon": HubType(
         "FalconForCausalLM",
         (
             *(
@@ -725,57 +728,57 @@ FAMILIES: dict[str, Family] = {
             two_norms={"attention_norm": "ln_attn", "ffn_norm": "ln_mlp"},
         ),
     ),
-    "cohere": Family(
+    "cohere": HubType(
         "CohereForCausalLM", (*_COHERE, _DERIVED_HEAD_DIM, Only("use_qk_norm", (False,)), Rotation(theta=500_000.0))
     ),
-    "cohere2": Family(
+    "cohere2": HubType(
         "Cohere2ForCausalLM",
-        (*_COHERE, _HEAD_DIM, Windows(every=4), Fixed({"rotated_layers": "windowed"}), Rotation()),
+        (*_COHERE, _HEAD_DIM, Windows(every=4), Always({"rotated_layers": "windowed"}), Rotation()),
     ),
-    "nemotron": Family(
+    "nemotron": HubType(
         "NemotronForCausalLM",
         (
             *(*_sizes(), _KV_HEADS, _HEAD_DIM, _FFN, _UNQUANTISED, _tied(False), _eps("norm_eps", 1e-5)),
-            *(_activation(default="relu2"), _LAYER_NORM, Fixed({"norm_offset": True}), _NOT_GATED),
+            *(_activation(default="relu2"), _LAYER_NORM, Always({"norm_offset": True}), _NOT_GATED),
             *(_biased("attention_bias"), _MLP_BIAS, Rotation(fraction=0.5)),
         ),
     ),
-    "exaone4": Family(
+    "exaone4": HubType(
         "Exaone4ForCausalLM",
         (
-            *(*_LLAMA, _QK_NORM, Fixed({"norm_places": "after"}), Windows(every=4)),
-            Fixed({"rotated_layers": lambda model: "all" if model["sliding_window"] is None else "windowed"}),
+            *(*_LLAMA, _QK_NORM, Always({"norm_places": "after"}), Windows(every=4)),
+            Always({"rotated_layers": lambda model: "all" if model["sliding_window"] is None else "windowed"}),
             Rotation(),
         ),
         Names(LLAMA | _OUTPUT_NORMS),
     ),
-    "ernie4_5": Family(
+    "ernie4_5": HubType(
         "Ernie4_5ForCausalLM",
         (
             *(*_sizes(), _KV_HEADS, Key("head_dim", "head_dim", int, 128), _FFN, _UNQUANTISED, _tied(True)),
             *(_eps("rms_norm_eps", 1e-5), _activation(), _biased("use_bias"), Key("mlp_bias", "use_bias", bool, False)),
-            *(Fixed({"rotary_pairs": "neighbours"}), Rotation(theta=500_000.0)),
+            *(Always({"rotary_pairs": "neighbours"}), Rotation(theta=500_000.0)),
         ),
     ),
-    "seed_oss": Family(
+    "seed_oss": HubType(
         "SeedOssForCausalLM",
         (
             *(*_LLAMA, _biased("attention_bias", ("none", "qkv"), default=True), Only("attention_out_bias", (False,))),
             *(_MLP_BIAS, Rotation()),
         ),
     ),
-    "arcee": Family(
+    "arcee": HubType(
         "ArceeForCausalLM",
         (
             *(*_sizes(), _KV_HEADS, _HEAD_DIM, _FFN, _UNQUANTISED, _tied(False), _eps("rms_norm_eps", 1e-5)),
             *(_activation(default="relu2"), _NOT_GATED, _biased("attention_bias"), _MLP_BIAS, Rotation()),
         ),
     ),
-    "mixtral": Family(
+    "mixtral": HubType(
         "MixtralForCausalLM",
         (
             *(*_LLAMA, Windows(), Rotation()),
-            Experts(
+            ExpertKeys(
                 {
                     "num_experts": "num_local_experts",
                     "top_k": "num_experts_per_tok",
@@ -786,35 +789,35 @@ FAMILIES: dict[str, Family] = {
         ),
         Names(LLAMA, moe="block_sparse_moe", experts=("w1", "w3", "w2")),
     ),
-    "qwen3_moe": Family(
+    "qwen3_moe": HubType(
         "Qwen3MoeForCausalLM",
         (
             *(*_LLAMA, _QK_NORM, _biased("attention_bias"), Only("use_sliding_window", (False,))),
-            *(*_EVERY_LAYER_HAS_EXPERTS, Experts(_QWEN_EXPERTS), Rotation()),
+            *(*_EVERY_LAYER_HAS_EXPERTS, ExpertKeys(_QWEN_EXPERTS), Rotation()),
         ),
     ),
-    "qwen2_moe": Family(
+    "qwen2_moe": HubType(
         "Qwen2MoeForCausalLM",
         (
-            *(*_LLAMA, Choice("attention_bias", "qkv_bias", {True: "qkv", False: "none"}, True)),
+            *(*_LLAMA, ValueMap("attention_bias", "qkv_bias", {True: "qkv", False: "none"}, True)),
             *(Only("use_sliding_window", (False,)), *_EVERY_LAYER_HAS_EXPERTS, Rotation()),
-            Experts(
+            ExpertKeys(
                 _QWEN_EXPERTS | {"shared_expert_ffn_size": "shared_expert_intermediate_size"}, {"shared_gate": True}
             ),
         ),
     ),
-    "olmoe": Family(
+    "olmoe": HubType(
         "OlmoeForCausalLM",
         (
             *(*_LLAMA, _QK_NORM_OVER_ALL, _biased("attention_bias"), Only("clip_qkv", (None,)), Rotation()),
-            Experts(_QWEN_EXPERTS | {"expert_ffn_size": "intermediate_size"}),
+            ExpertKeys(_QWEN_EXPERTS | {"expert_ffn_size": "intermediate_size"}),
         ),
     ),
-    "granitemoe": Family(
+    "granitemoe": HubType(
         "GraniteMoeForCausalLM",
         (
             *(*_LLAMA, *_GRANITE, _biased("attention_bias"), Rotation()),
-            Experts(
+            ExpertKeys(
                 {
                     "num_experts": "num_local_experts",
                     "top_k": "num_experts_per_tok",

@@ -269,9 +269,12 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
     theirs = f"{names.layers}.{layer}"
     named = names.of_layer(model)
     hidden = model.hidden_size
-    for part, norms in zip(("attention", "ffn"), model.layer_norms, strict=True):
-        for norm in [f"{part}_norm"] * norms.before + [f"{part}_out_norm"] * norms.after:
-            yield from _norm(model, f"{ours}.{norm}", f"{theirs}.{named[norm]}", hidden)
+    of_attention, of_ffn = model.layer_norms
+
+    def norm(name: str, has: bool) -> Iterator[Parameter]:
+        if has:
+            yield from _norm(model, f"{ours}.{name}", f"{theirs}.{named[name]}", hidden)
+
     fused: dict[str, list[tuple[str, int, int, int]]] = {}
     for name, tensor, start, row, rows in names.fused(model) if names.fused else ():
         fused.setdefault(name, []).append((f"{theirs}.{tensor}", start, row, rows))
@@ -293,6 +296,7 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
         if biased:
             yield Parameter(f"{ours}.{name}.bias", (rows,), tuple(of_bias))
 
+    yield from norm("attention_norm", of_attention.before)
     head = model.head_dim
     for name, heads in {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}.items():
         yield from matrix(f"attention.{name}", heads * head, hidden, biased=model.attention_bias != "none")
@@ -300,9 +304,12 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
     if model.attention_bias == "all":
         yield _whole(f"{ours}.attention_bias", f"{theirs}.{named['attention.out']}.bias", (hidden,))
     if model.qk_norm:
-        for norm, heads in (("q_norm", model.num_heads), ("k_norm", model.num_kv_heads)):
+        for name, heads in (("attention.q_norm", model.num_heads), ("attention.k_norm", model.num_kv_heads)):
             size = head * (heads if model.qk_norm_over == "all" else 1)
-            yield from _norm(model, f"{ours}.attention.{norm}", f"{theirs}.{named[f'attention.{norm}']}", size)
+            yield from _norm(model, f"{ours}.{name}", f"{theirs}.{named[name]}", size)
+    yield from norm("attention_out_norm", of_attention.after)
+    yield from norm("ffn_norm", of_ffn.before)
+    yield from norm("ffn_out_norm", of_ffn.after)
     if model.is_expert_layer(layer):
         yield from _experts(model, f"{ours}.ffn", f"{theirs}.{names.moe}", names)
         return

@@ -48,14 +48,9 @@ def linear_cross_entropy(
     """Return the summed loss in fp32. The gradient of the head is also summed in fp32."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
+    options = {} if softcap is None else {"softcap": softcap}
     loss = liger_fused_linear_cross_entropy(
-        x_TD,
-        weight_VD,
-        targets_T,
-        ignore_index=IGNORED_TARGET,
-        reduction="sum",
-        accum_dtype=torch.float32,
-        softcap=softcap,
+        x_TD, weight_VD, targets_T, ignore_index=IGNORED_TARGET, reduction="sum", accum_dtype=torch.float32, **options
     )
     return loss.float()
 

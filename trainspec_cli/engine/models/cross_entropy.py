@@ -149,6 +149,5 @@ class LinearCrossEntropy(nn.Module):
         if targets_BS is None:
             logits_BSV = F.linear(x_BSD, weight_VD)
             return logits_BSV if self.softcap is None else self.softcap * torch.tanh(logits_BSV / self.softcap)
-        return self.linear_cross_entropy(
-            x_BSD.flatten(0, -2), weight_VD, targets_BS.flatten(), self.chunk, self.softcap
-        )
+        capped = () if self.softcap is None else (self.softcap,)
+        return self.linear_cross_entropy(x_BSD.flatten(0, -2), weight_VD, targets_BS.flatten(), self.chunk, *capped)

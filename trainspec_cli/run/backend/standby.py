@@ -67,7 +67,7 @@ class _Standby:
     def become(self, arguments: Sequence[str], environment: Mapping[str, str], log: int) -> None:
         """Let it run torchrun with these arguments and this environment; its output goes to the descriptor `log`.
         Raises OSError if it is gone."""
-        request = json.dumps([list(arguments), dict(environment)]).encode()
+        request = json.dumps([list(arguments), dict(environment)], allow_nan=False).encode()
         socket.send_fds(self._socket, [len(request).to_bytes(8, "little")], [log])
         self._socket.sendall(request)
         self._socket.close()

@@ -333,7 +333,7 @@ def test_a_lost_node_takes_its_group_along_and_may_come_back(lab: Lab) -> None:
     assert isinstance(lab.events[0], GroupEnded)
     assert lab.events[0].headline.startswith("node 3 (host3) closed")
     lab.call(3)
-    lab.wait_for(NodeBack(3), PresenceChanged(1, "there"))
+    lab.wait_for(NodeBack(3, "host3"), PresenceChanged(1, "there"))
 
 
 def test_a_node_that_leaves_takes_its_group_along(lab: Lab) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,7 +25,6 @@ from trainspec_cli.cli.options import (
     NodeRank,
     NotifyWhom,
     NumNodesRange,
-    SpareNodes,
     WorkFor,
 )
 from trainspec_cli.core.errors import Problem, RecipeError
@@ -54,7 +54,6 @@ def run(
     work_s: WorkFor = WORK_S,
     nnodes: NumNodesRange = None,
     node_rank: NodeRank = 0,
-    spare_nodes: SpareNodes = 0,
     rdzv_endpoint: Endpoint = None,
     join_timeout_s: JoinTimeout = JOIN_TIMEOUT_S,
     dry_run: DryRun = False,
@@ -71,8 +70,8 @@ def run(
         launching as session,
     )  # deferred: takes half a second, and --help does not need it
 
-    smallest, largest = parse_nodes(nnodes)
-    nodes = NodeOptions(largest, node_rank, rdzv_endpoint, smallest, spare_nodes)
+    smallest, largest, spares = parse_nodes(nnodes)
+    nodes = NodeOptions(largest, node_rank, rdzv_endpoint, smallest, spares)
     wanted = settings_of(CommandOptions(max_restarts, grace_s, hang_s, work_s, join_timeout_s))
     with on_stop_signal(interrupt):
         if dry_run:
@@ -82,15 +81,16 @@ def run(
         return session.run_command(command or [], folder, wanted, nodes, Notify(notify), as_json=as_json)
 
 
-def parse_nodes(text: str | None) -> tuple[int | None, int | None]:
-    """Return the numbers of `N` (None, N) or `MIN:MAX`. Raises RecipeError."""
+def parse_nodes(text: str | None) -> tuple[int | None, int | None, int]:
+    """Return the smallest and largest number of nodes and the number of spares in `[MIN:]MAX[+SPARES]`. Without MIN,
+    the smallest number is None. Raises RecipeError."""
     if text is None:
-        return None, None
-    numbers = text.split(":")
-    if not all(number.isdigit() for number in numbers) or len(numbers) > 2 or int(numbers[0]) > int(numbers[-1]):
-        message = f"--nnodes is {text}; it must be a number such as 4, or a range such as 2:4"
+        return None, None, 0
+    found = re.fullmatch(r"(?:(\d+):)?(\d+)(?:\+(\d+))?", text)
+    if not found or int(found[1] or 0) > int(found[2]):
+        message = f"--nnodes is {text}; it must be a number such as 4, a range such as 2:4, or 4+1 with a spare node"
         raise RecipeError(Problem("usage", message, "--nnodes"))
-    return (int(numbers[0]) if len(numbers) == 2 else None), int(numbers[-1])
+    return (int(found[1]) if found[1] else None), int(found[2]), int(found[3] or 0)
 
 
 def settings_of(options: CommandOptions) -> CommandSettings:

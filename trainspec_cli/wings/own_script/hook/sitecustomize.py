@@ -281,7 +281,7 @@ def _flight_record():
 
         entries = [one for one in entries if one["profiling_name"].startswith("gloo:")]
         entries += pickle.loads(dump(True, True, False)).get("entries", ())
-    return json.dumps({"entries": entries[-NEWEST:]})
+    return json.dumps({"entries": entries[-NEWEST:]}, allow_nan=False)
 
 
 class TorchImport:
