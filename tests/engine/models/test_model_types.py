@@ -78,7 +78,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "ernie4_5": [WIDE_HEADS, WIDE_HEADS | {"use_bias": True}],
     "seed_oss": [WIDE_HEADS | {"mlp_bias": True}],
     "arcee": [WIDE_HEADS | {"mlp_bias": True}],
-    "mixtral": [SIZES | {"num_local_experts": 4}],
+    "mixtral": [SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}],
     "qwen3_moe": [WIDE_HEADS | MOE],
     "qwen2_moe": [SIZES | MOE | {"shared_expert_intermediate_size": 24}],
     "olmoe": [SIZES | MOE],
@@ -141,6 +141,17 @@ def test_a_written_config_means_the_same_to_transformers(kind: str, number: int,
     transformers.AutoConfig.for_model(**written).save_pretrained(tmp_path)
     again, _ = build(DecoderModel, read_model(read_config(tmp_path), "config.json"))
     assert differences(model, again) == {}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_keys_that_are_left_out_mean_what_transformers_takes(kind: str, tmp_path: Path) -> None:
+    """A config.json need not have keys whose values are the type's defaults."""
+    sizes = {**CASES[kind][0], **({"head_dim": 8} if kind in ("gemma", "gemma2", "gemma3_text", "ernie4_5") else {})}
+    transformers.AutoConfig.for_model(kind, **sizes).save_pretrained(tmp_path)
+    whole, _ = build(DecoderModel, read_model(read_config(tmp_path), "config.json"))
+    least, problems = build(DecoderModel, read_model({"model_type": kind, **sizes}, "config.json"))
+    assert problems == []
+    assert differences(whole, least) == {}
 
 
 @pytest.mark.slow

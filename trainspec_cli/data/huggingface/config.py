@@ -60,7 +60,8 @@ def write_config(model: DecoderModel, seq_len: int, dtype: str) -> JsonObject:
     """Return the content of config.json, with keys that both transformers 4 and 5 can read. `dtype` is torch's name."""
     kind = model_type(model)
     config: JsonObject = {"architectures": [FAMILIES[kind].architecture], **write_config_of(kind, model)}
-    return config | {"max_position_embeddings": seq_len, "torch_dtype": dtype, "use_cache": True}
+    longest = model.learned_positions or seq_len
+    return config | {"max_position_embeddings": longest, "torch_dtype": dtype, "use_cache": True}
 
 
 def write_config_of(kind: str, model: DecoderModel) -> JsonObject:
@@ -99,6 +100,8 @@ def _comparable(model: DecoderModel) -> dict[str, object]:
         del flat["ffn_size"]
     if model.sliding_window is None:
         del flat["global_attention_every"]
+    if model.mla is None and model.attention_scale is None:
+        flat["attention_scale"] = model.head_dim**-0.5
     return {key: value for key, value in flat.items() if key not in _FREE and value is not None}
 
 

@@ -75,10 +75,12 @@ class Key(Rule):
     kind: type
     default: Any = MISSING
     """The value if the key is missing or null: a value, or a function of the fields read so far."""
+    has_null: bool = False
+    """True if null is a value of its own."""
 
     def read(self, config: JsonObject, model: JsonObject) -> None:
         value = get(config, self.name, self.kind, None)
-        if value is None:
+        if value is None and not (self.has_null and self.name in config):
             if self.default is MISSING:
                 raise KeyError(self.name)
             value = self.default(model) if callable(self.default) else self.default
@@ -140,23 +142,24 @@ class Always(Rule):
 
 @dataclass(frozen=True)
 class Number(Rule):
-    """A field that is a function of a number. If the key is missing, so is the field."""
+    """A field that is a function of a number. (`attention_scale` may be None, which stands for 1 / sqrt(head_dim).)"""
 
     field: str
     name: str
     convert: Callable[[float], float]
     """Its own inverse, as 1 / x, or the function for reading if there is an `invert`."""
     invert: Callable[[float], float] | None = None
+    default: float = 1.0
+    """The value of a missing key."""
 
     def read(self, config: JsonObject, model: JsonObject) -> None:
-        value = get(config, self.name, float, None)
-        if value:
-            model[self.field] = self.convert(value)
+        model[self.field] = self.convert(get(config, self.name, float, self.default) or self.default)
 
     def write(self, model: DecoderModel, config: JsonObject) -> None:
         value = getattr(model, self.field)
-        if value is not None:
-            config[self.name] = (self.invert or self.convert)(value)
+        if value is None and self.field == "attention_scale":
+            value = model.head_dim**-0.5
+        config[self.name] = (self.invert or self.convert)(value)
 
 
 ACTIVATIONS: dict[Any, JsonValue] = {
@@ -164,13 +167,14 @@ ACTIVATIONS: dict[Any, JsonValue] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "relu2": "relu2",
 }
 WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True)
-class Windows(Rule):
+class LayerWindows(Rule):
     """The window, and which layers have it."""
 
     every: int | None = None
@@ -185,6 +189,8 @@ class Windows(Rule):
             model |= {"sliding_window": None, "global_attention_every": 1}
             return
         every = self.every or 0
+        if self.every is not None:
+            every = get(config, "sliding_window_pattern", int, every)
         if types is not None:
             found = [count for count in range(layers + 1) if types == _layer_types(layers, count)]
             if not found:
@@ -213,7 +219,9 @@ class Rotation(Rule):
     fraction: float | None = None
     """The rotated fraction of a head if the key is missing; None if heads are always rotated as a whole."""
     fraction_key: str = "partial_rotary_factor"
+    theta_key: str = "rope_theta"
     theta: float = 10_000.0
+    """The base if it is not stated."""
     scaled_windows: bool = True
     """False if `rope_scaling` applies only to layers without a window (OLMo 3)."""
 
@@ -229,8 +237,8 @@ class Rotation(Rule):
                     raise UnreadableValueError("scaled rotary embeddings in layers with a window")
             given = given[FULL]
         elif self.local:
-            local_theta = get(config, "rope_local_base_freq", float, None)
-        theta = get(given, "rope_theta", float, None) or get(config, "rope_theta", float, self.theta)
+            local_theta = get(config, "rope_local_base_freq", float, 10_000.0)
+        theta = get(given, "rope_theta", float, None) or get(config, self.theta_key, float, self.theta)
         original = get(config, "original_max_position_embeddings", int, None)
         scaling = read_scaling(given, original or get(config, "max_position_embeddings", int, None))
         model |= {"rope_theta": theta, "rope_scaling": scaling}
@@ -241,13 +249,14 @@ class Rotation(Rule):
             model["local_rope_theta"] = local_theta
         if self.fraction is not None:
             stated = get(given, "partial_rotary_factor", float, None)
-            model["rotary_fraction"] = (
-                get(config, self.fraction_key, float, self.fraction) if stated is None else stated
-            )
+            fraction = get(config, self.fraction_key, float, self.fraction) if stated is None else stated
+            if fraction != 1 and scaling and scaling["kind"] == "yarn":
+                raise UnreadableValueError("rotary embeddings scaled by yarn in a part of each head")
+            model["rotary_fraction"] = fraction
 
     def write(self, model: DecoderModel, config: JsonObject) -> None:
         whole: JsonObject = {"rope_theta": model.rope_theta, **write_scaling(model.rope_scaling)}
-        config |= {"rope_theta": model.rope_theta, "rope_scaling": None}
+        config |= {self.theta_key: model.rope_theta, "rope_scaling": None}
         if model.rope_scaling is not None:
             config["rope_scaling"] = write_scaling(model.rope_scaling)
         if self.local or not self.scaled_windows:
@@ -279,9 +288,15 @@ def read_scaling(given: JsonObject, seq_len: int | None) -> JsonObject | None:
     if kind == "llama3":
         scaling |= {name: get(given, name, float) for name in ("low_freq_factor", "high_freq_factor")}
         return scaling
-    mscale = get(given, "mscale", float, 0.0)
-    if (get(given, "mscale_all_dim", float, 0.0) or mscale) not in (0.0, 1.0) or given.get("attention_factor"):
-        raise UnreadableValueError("an attention factor of yarn (mscale_all_dim) other than 1")
+    factor = scaling["factor"]
+    assert isinstance(factor, float)
+    usual = 0.1 * math.log(factor) + 1  # the engine's (`engine/models/rope.py`)
+    stated = get(given, "attention_factor", float, None)
+    mscale, over_all = get(given, "mscale", float, 0.0), get(given, "mscale_all_dim", float, 0.0)
+    if stated is None and mscale and over_all:
+        stated = (0.1 * mscale * math.log(factor) + 1) / (0.1 * over_all * math.log(factor) + 1)
+    if stated is not None and not math.isclose(stated, usual, rel_tol=1e-4):
+        raise UnreadableValueError(f"an attention factor of yarn of {stated:g}; supported is {usual:g}")
     scaling |= {"beta_fast": get(given, "beta_fast", float, 32.0) or 32.0}
     scaling |= {"beta_slow": get(given, "beta_slow", float, 1.0) or 1.0}
     scaling |= {"whole_bounds": get(given, "truncate", bool, True)}
@@ -346,7 +361,7 @@ class Unrotated(Rule):
     """Every n-th layer is not rotated (SmolLM3)."""
 
     def read(self, config: JsonObject, model: JsonObject) -> None:
-        every = get(config, "no_rope_layer_interval", int, 0)
+        every = get(config, "no_rope_layer_interval", int, 4)
         layers = int(model["num_layers"])  # type: ignore[arg-type]
         rotated = get(config, "no_rope_layers", list, None)
         if rotated is not None:
@@ -421,6 +436,8 @@ class Names:
     moe: str = "mlp"
     router: str = "gate"
     shared: str = "shared_expert"
+    prefix: str = ""
+    """The beginning of all names but the head's, which some published folders leave out."""
     two_norms: Mapping[str, str] = field(default_factory=dict)
     """Other names in models whose attention and feed-forward have a norm each, side by side."""
 
@@ -547,8 +564,23 @@ def _biased(name: str, values: tuple[str, str] = ("none", "all"), *, default: bo
     return ValueMap("attention_bias", name, dict(zip((False, True), values, strict=True)), default)
 
 
+def _softcaps(attention: float | None, logit: float | None) -> tuple[Rule, ...]:
+    """Return the rules for the limits of scores and logits, with their defaults."""
+    return (
+        Key("attention_softcap", "attn_logit_softcapping", float, attention, has_null=True),
+        Key("logit_softcap", "final_logit_softcapping", float, logit, has_null=True),
+    )
+
+
 _MLP_BIAS = Key("mlp_bias", "mlp_bias", bool, False)
-_LLAMA = (*_sizes(), _KV_HEADS, _HEAD_DIM, _FFN, _UNQUANTISED, _tied(False), _eps(), _activation())
+
+
+def _llama(*, tied: bool = False, eps: float = 1e-6) -> tuple[Rule, ...]:
+    """Return the rules that most types share. `tied`, `eps`: the defaults in transformers."""
+    return (*_sizes(), _KV_HEADS, _HEAD_DIM, _FFN, _UNQUANTISED, _tied(tied), _eps("rms_norm_eps", eps), _activation())
+
+
+_LLAMA = _llama()
 _LAYER_NORM = Always({"norm": "layer", "norm_bias": True})
 _NOT_GATED = Always({"gated_mlp": False})
 _QK_NORM = Always({"qk_norm": True})
@@ -561,9 +593,7 @@ _GEMMA = (
 _GEMMA2_RULES = (
     *(*_GEMMA, _activation("hidden_activation", "gelu_pytorch_tanh")),
     Always({"norm_places": "both"}),
-    Number("attention_scale", "query_pre_attn_scalar", lambda x: x**-0.5, lambda x: round(x**-2)),
-    Key("attention_softcap", "attn_logit_softcapping", float, None),
-    Key("logit_softcap", "final_logit_softcapping", float, None),
+    Number("attention_scale", "query_pre_attn_scalar", lambda x: x**-0.5, lambda x: round(x**-2), default=256.0),
     Only("use_bidirectional_attention", (None, False)),
 )
 _GRANITE = (
@@ -573,8 +603,8 @@ _GRANITE = (
     Number("logit_scale", "logits_scaling", lambda x: 1 / x),
 )
 _GLM = (
-    *_LLAMA,
-    _biased("attention_bias", ("none", "qkv")),
+    *_llama(eps=1.5625e-07),
+    _biased("attention_bias", ("none", "qkv"), default=True),
     Rotation(fraction=0.5),
     Always({"rotary_pairs": "neighbours"}),
 )
@@ -594,7 +624,7 @@ _EVERY_LAYER_HAS_EXPERTS = (Only("decoder_sparse_step", (1,)), Only("mlp_only_la
 
 FAMILIES: dict[str, HubType] = {
     "llama": HubType("LlamaForCausalLM", (*_LLAMA, _biased("attention_bias"), _MLP_BIAS, Rotation())),
-    "mistral": HubType("MistralForCausalLM", (*_LLAMA, Windows(), Rotation())),
+    "mistral": HubType("MistralForCausalLM", (*_LLAMA, LayerWindows(), Rotation())),
     "qwen2": HubType(
         "Qwen2ForCausalLM",
         (*_LLAMA, Always({"attention_bias": "qkv"}), Only("use_sliding_window", (False,)), Rotation()),
@@ -603,35 +633,43 @@ FAMILIES: dict[str, HubType] = {
         "Qwen3ForCausalLM",
         (*_LLAMA, _QK_NORM, _biased("attention_bias"), Only("use_sliding_window", (False,)), Rotation()),
     ),
-    "ministral": HubType("MinistralForCausalLM", (*_LLAMA, Windows(every=0), Rotation())),
+    "ministral": HubType("MinistralForCausalLM", (*_LLAMA, LayerWindows(every=0), Rotation())),
     "gemma": HubType(
         "GemmaForCausalLM",
         (*_GEMMA, ValueMap("activation", "hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"), Rotation()),
     ),
-    "gemma2": HubType("Gemma2ForCausalLM", (*_GEMMA2_RULES, Windows(every=2), Rotation()), Names(_GEMMA2)),
+    "gemma2": HubType(
+        "Gemma2ForCausalLM", (*_GEMMA2_RULES, *_softcaps(50.0, 30.0), LayerWindows(every=2), Rotation()), Names(_GEMMA2)
+    ),
     "gemma3_text": HubType(
         "Gemma3ForCausalLM",
-        (*_GEMMA2_RULES, _QK_NORM, Windows(every=6), Rotation(local=True, theta=1_000_000.0)),
+        (
+            *_GEMMA2_RULES,
+            *_softcaps(None, None),
+            _QK_NORM,
+            LayerWindows(every=6),
+            Rotation(local=True, theta=1_000_000.0),
+        ),
         Names(_GEMMA2),
     ),
     "phi3": HubType(
         "Phi3ForCausalLM",
         (
             *(*_sizes(), _KV_HEADS, _DERIVED_HEAD_DIM, _FFN, _UNQUANTISED, _tied(False), _eps("rms_norm_eps", 1e-5)),
-            *(_activation(), Windows(), Rotation(fraction=1.0)),
+            *(_activation(), LayerWindows(), Rotation(fraction=1.0)),
         ),
         Names(LLAMA, fused=_phi3),
     ),
     "olmo2": HubType(
         "Olmo2ForCausalLM",
-        (*_LLAMA, _biased("attention_bias"), _QK_NORM_OVER_ALL, Always({"norm_places": "after"}), Rotation()),
+        (*_llama(eps=1e-5), _biased("attention_bias"), _QK_NORM_OVER_ALL, Always({"norm_places": "after"}), Rotation()),
         Names(LLAMA | _OUTPUT_NORMS),
     ),
     "olmo3": HubType(
         "Olmo3ForCausalLM",
         (
-            *(*_LLAMA, _biased("attention_bias"), _QK_NORM_OVER_ALL, Always({"norm_places": "after"})),
-            *(Windows(every=4), Rotation(scaled_windows=False)),
+            *(*_llama(eps=1e-5), _biased("attention_bias"), _QK_NORM_OVER_ALL, Always({"norm_places": "after"})),
+            *(LayerWindows(every=4), Rotation(scaled_windows=False, theta=500_000.0)),
         ),
         Names(LLAMA | _OUTPUT_NORMS),
     ),
@@ -647,14 +685,21 @@ FAMILIES: dict[str, HubType] = {
     ),
     "smollm3": HubType(
         "SmolLM3ForCausalLM",
-        (*_LLAMA, _biased("attention_bias"), _MLP_BIAS, Only("use_sliding_window", (False,)), Unrotated(), Rotation()),
+        (
+            *_llama(tied=True),
+            _biased("attention_bias"),
+            _MLP_BIAS,
+            Only("use_sliding_window", (False,)),
+            Unrotated(),
+            Rotation(theta=2_000_000.0),
+        ),
     ),
     "starcoder2": HubType(
         "Starcoder2ForCausalLM",
         (
             *(*_sizes(), _KV_HEADS, _DERIVED_HEAD_DIM, _FFN, _UNQUANTISED, _tied(True), _eps("norm_epsilon", 1e-5)),
             *(_activation(default="gelu_pytorch_tanh"), _LAYER_NORM, _NOT_GATED),
-            *(_biased("use_bias", default=True), Key("mlp_bias", "use_bias", bool, True), Windows(), Rotation()),
+            *(_biased("use_bias", default=True), Key("mlp_bias", "use_bias", bool, True), LayerWindows(), Rotation()),
         ),
         Names(LLAMA | {"ffn.up": "mlp.c_fc", "ffn.down": "mlp.c_proj"}),
     ),
@@ -688,6 +733,7 @@ FAMILIES: dict[str, HubType] = {
             positions="transformer.wpe",
             fused=_joined_qkv("attn.c_attn"),
             transposed=True,
+            prefix="transformer.",
         ),
     ),
     "gpt_neox": HubType(
@@ -697,7 +743,7 @@ FAMILIES: dict[str, HubType] = {
             *(_UNQUANTISED, _tied(False), _eps("layer_norm_eps", 1e-5), _activation(default="gelu")),
             *(_LAYER_NORM, _NOT_GATED, _biased("attention_bias", default=True), Always({"mlp_bias": True})),
             ValueMap("parallel_residual", "use_parallel_residual", {True: "two_norms", False: "none"}, True),
-            Rotation(fraction=0.25, fraction_key="rotary_pct"),
+            Rotation(fraction=0.25, fraction_key="rotary_pct", theta_key="rotary_emb_base"),
         ),
         Names(
             _GPT_NEOX,
@@ -733,7 +779,7 @@ FAMILIES: dict[str, HubType] = {
     ),
     "cohere2": HubType(
         "Cohere2ForCausalLM",
-        (*_COHERE, _HEAD_DIM, Windows(every=4), Always({"rotated_layers": "windowed"}), Rotation()),
+        (*_COHERE, _HEAD_DIM, LayerWindows(every=4), Always({"rotated_layers": "windowed"}), Rotation()),
     ),
     "nemotron": HubType(
         "NemotronForCausalLM",
@@ -746,7 +792,7 @@ FAMILIES: dict[str, HubType] = {
     "exaone4": HubType(
         "Exaone4ForCausalLM",
         (
-            *(*_LLAMA, _QK_NORM, Always({"norm_places": "after"}), Windows(every=4)),
+            *(*_llama(eps=1e-5), _QK_NORM, Always({"norm_places": "after"}), LayerWindows(every=4)),
             Always({"rotated_layers": lambda model: "all" if model["sliding_window"] is None else "windowed"}),
             Rotation(),
         ),
@@ -777,7 +823,7 @@ FAMILIES: dict[str, HubType] = {
     "mixtral": HubType(
         "MixtralForCausalLM",
         (
-            *(*_LLAMA, Windows(), Rotation()),
+            *(*_llama(eps=1e-5), LayerWindows(), Rotation(theta=1_000_000.0)),
             ExpertKeys(
                 {
                     "num_experts": "num_local_experts",
@@ -809,7 +855,7 @@ FAMILIES: dict[str, HubType] = {
     "olmoe": HubType(
         "OlmoeForCausalLM",
         (
-            *(*_LLAMA, _QK_NORM_OVER_ALL, _biased("attention_bias"), Only("clip_qkv", (None,)), Rotation()),
+            *(*_llama(eps=1e-5), _QK_NORM_OVER_ALL, _biased("attention_bias"), Only("clip_qkv", (None,)), Rotation()),
             ExpertKeys(_QWEN_EXPERTS | {"expert_ffn_size": "intermediate_size"}),
         ),
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import UnreadableFileError, read_object
 from trainspec_cli.core.reading.hub_cache import hub_cache, hub_name
 from trainspec_cli.data.huggingface.config import model_type
+from trainspec_cli.data.huggingface.families import FAMILIES
 from trainspec_cli.data.huggingface.safetensors import HEAD, Shape, StoredTensor, open_checkpoint, tensor_shapes
 from trainspec_cli.recipe.keys.model import DecoderModel
 
@@ -26,8 +26,6 @@ SMALL_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, S
 MAX_TENSORS = 200_000
 SHOWN = 8
 """Maximum number of tensors named in a message."""
-_COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
-"""Tensors of old checkpoints that are ignored, because they can be computed from config.json."""
 
 
 def read_config(folder: Path, name: str = CONFIG) -> JsonObject:
@@ -60,6 +58,9 @@ def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
     model_type(model)
     check_count(model)
     entries = open_checkpoint(folder)
+    prefix = FAMILIES[model_type(model)].names.prefix
+    if prefix and not any(name.startswith(prefix) for name in entries):
+        entries = {name if name.startswith("lm_head.") else prefix + name: entry for name, entry in entries.items()}
     if problems := find_faults(entries, model, folder):
         raise RecipeError(problems)
     return entries
@@ -75,8 +76,7 @@ def check_count(model: DecoderModel) -> None:
 
 
 def find_faults(entries: Mapping[str, StoredTensor], model: DecoderModel, folder: Path) -> list[Problem]:
-    # Old checkpoints contain tables that the engine computes from config.json.
-    shapes = {name: entry.shape for name, entry in entries.items() if not _COMPUTED.search(name)}
+    shapes = {name: entry.shape for name, entry in entries.items()}
     return compare_tensors(tensor_shapes(model), shapes, {HEAD} if model.tied_embeddings else set(), folder)
 
 

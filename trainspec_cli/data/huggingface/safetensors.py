@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ MAX_EXTENT = 2**53
 MAX_DIMS = 16
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """The formats that weights can be read from; others are quantised."""
+
+_COMPUTED = re.compile(r"^__metadata__$|rotary_emb\.inv_freq$|\.(attn|attention)\.(masked_)?bias$")
+"""Entries that are ignored: tables and masks of old checkpoints can be computed from config.json."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -106,7 +110,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             header = parse_json(content.read(length))
             if not isinstance(header, dict):
                 raise ValueError(f"it is {show_kind(header)}")
-            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            tensors = {name: entry for name, entry in header.items() if not _COMPUTED.search(name)}
             return {name: _entry(file, name, entry, 8 + length) for name, entry in tensors.items()}
         except ValueError as error:
             raise _damaged(file, f"has a header that cannot be read: {error}") from error

@@ -69,9 +69,11 @@ def other_tensors(model: DecoderModel, naming: Naming) -> list[OtherTensor]:
         known = ", ".join(SUPPORTED[naming])
         message = f"the model is of type {kind}; {naming}'s names are known only for {known}"
         raise RecipeError(Problem("unsupported", message, "model", hint))
-    if model.attention_bias == "all":
-        message = f"`model.attention_bias` is all, which {naming}'s {kind} does not have"
-        raise RecipeError(Problem("unsupported", message, "model.attention_bias", hint))
+    plain = DecoderModel(1, 1, 1, 1, 1, 1, 1)
+    for key in ("mlp_bias", "activation") + (("attention_bias",) if model.attention_bias == "all" else ()):
+        if (value := getattr(model, key)) != getattr(plain, key):
+            message = f"`model.{key}` is {value}, which {naming}'s {kind} does not have"
+            raise RecipeError(Problem("unsupported", message, f"model.{key}", hint))
     return list(_tensors(model, naming, shapes))
 
 

@@ -180,15 +180,18 @@ class NodeDisks:
         return self._found.step
 
     def agree_on_newest(self, *, remove_newer: bool = False) -> None:
-        """Put the manifest of the newest complete checkpoint into every node's folder. `remove_newer`: remove what
+        """Put the manifest of the newest complete checkpoint into every node's folder. `remove_newer`: set aside what
         newer ones have left there, which only a run that restarts as a whole may do. Called collectively by all
-        ranks."""
-        found = self._find() if dist.get_rank() == 0 else None
+        ranks. Raises MachineError if there are checkpoints, but none is complete on the connected nodes."""
+        found: FoundCheckpoint | None = None
+        with errors_together():
+            if dist.get_rank() == 0:
+                found = self._find()
         self._found = broadcast_json(found and asdict(found), lambda content: read_record(FoundCheckpoint, content))
         if self._of_ranks.index(self._own) == dist.get_rank():  # one rank for each disk
             for step in self._run_dir.checkpoint_steps():
                 if remove_newer and step > self._found.step:
-                    shutil.rmtree(self._run_dir.checkpoint(step))
+                    set_aside(self._run_dir.checkpoint(step))
             manifest = self._run_dir.manifest(self._found.step) if self._found.step >= 0 else None
             if manifest and not (manifest.is_file() and manifest.read_text() == self._found.manifest):
                 partial = manifest.parent.with_name(f".{manifest.parent.name}.{secrets.token_hex(4)}.partial")
@@ -262,6 +265,13 @@ class NodeDisks:
                 sizes_of = {number: listed[step][number] for number in numbers}
                 if holders := self._holders(step, text, sizes_of):
                     return FoundCheckpoint(step, text, holders)
+        if published := sorted(
+            step for step, disks in listed.items() if any(MANIFEST in one for one in disks.values())
+        ):
+            # Starting from the first step again would be worse than waiting for the other disks.
+            newest = self._run_dir.checkpoint(published[-1])
+            lacking = "files of it are missing on the nodes that are connected"
+            raise refused(newest, f"{newest.name} cannot be restored: {lacking}", "start the run on more of its nodes")
         return FoundCheckpoint(-1)
 
     def _holders(self, step: int, text: str, sizes: dict[int, dict[str, int]]) -> dict[str, tuple[int, ...]] | None:
@@ -339,3 +349,11 @@ def _refusing_lost(disk: Disk) -> Iterator[None]:
     except OSError as error:
         message = f"the run folder of {disk.name} cannot be reached: {error}"
         raise MachineError(message, code="folder_unreachable", hint="check the network between the nodes") from error
+
+
+def set_aside(folder: Path) -> None:
+    """Rename a checkpoint that is incomplete on the connected nodes, so that it does not count. Other nodes may still
+    have its missing files."""
+    aside = folder.with_name(f".{folder.name}.incomplete")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)

@@ -117,7 +117,7 @@ class LanguageModel(PublishedModel):
         "blocks.*.mamba.*": 0,
     }
     tensor_partial: ClassVar[tuple[str, ...]] = (
-        "blocks.*.attention.*_norm.weight",
+        "blocks.*.attention.*_norm.*",
         "blocks.*.attention.*_down.weight",
         "blocks.*.lora_[ab]",
     )

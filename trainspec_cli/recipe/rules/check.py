@@ -473,6 +473,9 @@ def whole_vocabulary(spec: RunSpec) -> Iterator[Problem]:
         if reason:
             message = f"`kernels.{op}` is {backend}, which needs the full vocabulary, but layout.tp shards it"
             yield Problem("unsupported", message, f"kernels.{op}", f"set kernels.{op}={TORCH}, or layout.tp=1")
+        elif KERNELS[op][backend].whole_vocabulary and getattr(spec.model, "logit_softcap", None):
+            message = f"`kernels.{op}` is {backend}, which does not limit logits (`model.logit_softcap`)"
+            yield Problem("unsupported", message, f"kernels.{op}", f"set kernels.{op}={TORCH}")
 
 
 def seen_by_recompute(spec: RunSpec) -> Iterator[Problem]:
@@ -537,6 +540,8 @@ def why_untried(plan: Plan, op: str, name: str) -> str:
         return "recompute=selective must see each operation"
     if backend.whole_vocabulary and plan.layout.tp > 1:
         return "layout.tp shards the vocabulary"
+    if backend.whole_vocabulary and getattr(plan.spec.model, "logit_softcap", None):
+        return "it does not limit logits (model.logit_softcap)"
     more = "it needs more memory than the plan counts, so it is used only if named" if backend.more_memory else ""
     return explain(backend, on_gpu=plan.device == "cuda") or more
 

@@ -325,9 +325,45 @@ def heads(spec: RunSpec) -> Iterator[Problem]:
 
 def rotary_width(spec: RunSpec) -> Iterator[Problem]:
     model = spec.model
-    if isinstance(model, DecoderModel) and model.head_dim % 2:
+    if not isinstance(model, DecoderModel):
+        return
+    if model.head_dim % 2:
         message = f"`model.head_dim` is {model.head_dim}; rotary embeddings rotate pairs of values, so it must be even"
         yield Problem("not_divisible", message, "model.head_dim", f"set model.head_dim={model.head_dim + 1}")
+    elif model.rotary_fraction != 1 and model.rotated_size % 2:
+        message = f"{model.rotated_size} of {model.head_dim} values are rotated (`model.rotary_fraction`), but in pairs"
+        yield Problem("not_divisible", message, "model.rotary_fraction", "set a fraction that rotates an even number")
+
+
+def decoder_features(spec: RunSpec) -> Iterator[Problem]:
+    """Reject features of decoders that do not work together."""
+    model = spec.model
+    if not isinstance(model, DecoderModel):
+        return
+    plain = DecoderModel(1, 1, 1, 1, 1, 1, 1)
+    apart = {
+        "mla": (
+            *("attention_scale", "attention_softcap", "rotary_pairs", "rotary_fraction", "local_rope_theta"),
+            *("rotated_layers", "unrotated_every", "qk_norm"),
+        ),
+        "attention_sinks": ("attention_softcap",),
+    }
+    for feature, others in apart.items():
+        for other in others if getattr(model, feature) else ():
+            if (value := getattr(model, other)) != getattr(plain, other):
+                message = f"`model.{other}` is {value}, which does not work with `model.{feature}`"
+                yield Problem("unsupported", message, f"model.{other}", f"leave out model.{other}")
+    if model.norm == "rms" and model.norm_bias:
+        message = "RMSNorm has no bias (`model.norm_bias`)"
+        yield Problem("contradiction", message, "model.norm_bias", "set model.norm=layer, or model.norm_bias=false")
+    scaling = model.rope_scaling
+    if scaling and scaling.kind != "linear" and not scaling.original_seq_len:
+        message = f"scaling of the kind {scaling.kind} needs the length of the original training"
+        path = "model.rope_scaling.original_seq_len"
+        yield Problem("missing_value", message, path, f"set {path} to it, in tokens")
+    if scaling and scaling.kind == "yarn" and model.rotary_fraction != 1:
+        message = "yarn's temperature applies to whole heads, but `model.rotary_fraction` rotates a part of each"
+        yield Problem("unsupported", message, "model.rotary_fraction", "set model.rope_scaling=null")
 
 
 def layer_pattern(spec: RunSpec) -> Iterator[Problem]:
@@ -395,7 +431,7 @@ def phantom_classes(spec: RunSpec) -> Iterator[Problem]:
 
 MODEL_RULES = (
     *(expert_choice, expert_groups, expert_width, position_table),
-    *(heads, rotary_width, layer_pattern, mamba_heads),
+    *(heads, rotary_width, decoder_features, layer_pattern, mamba_heads),
 )
 TRAINING_RULES = (prediction_layers, known_architecture, fitting_input, phantom_classes)
 """Rules for models that the engine should train; a model that it cannot train can still be planned."""

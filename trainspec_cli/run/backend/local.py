@@ -246,8 +246,15 @@ class _GroupProcesses:
             self._exit_code = self._torchrun.poll()
             self._give_up_at_s = time.monotonic() + processes.KILL_TIMEOUT_S
             self.family.kill_once()
+            self._kill_torchrun()
+
+    def _kill_torchrun(self) -> None:
+        """Kill torchrun itself: a standby that still imports torch does not look like a member of the family yet."""
+        if self._torchrun.poll() is None:
+            self._torchrun.kill()
 
     def wait(self) -> None:
+        self._kill_torchrun()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._torchrun.wait(processes.KILL_TIMEOUT_S)
 

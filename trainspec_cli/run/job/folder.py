@@ -297,7 +297,9 @@ def read_claim(run: RunDir) -> ClaimSigns | None:
             raise unreadable(run.pid_json, f"cannot be opened: {error.strerror}") from error
         return None
     try:
-        return ClaimSigns(not _lock(descriptor), os.fstat(descriptor).st_mtime_ns)
+        # A shared lock, so that nodes that look at the same time do not take one another for the owner.
+        is_locked = not _lock(descriptor, fcntl.LOCK_SH)
+        return ClaimSigns(is_locked, os.fstat(descriptor).st_mtime_ns)
     finally:
         os.close(descriptor)
 
@@ -364,9 +366,9 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
     return path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino
 
 
-def _lock(descriptor: int) -> bool:
+def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

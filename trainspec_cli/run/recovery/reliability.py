@@ -87,6 +87,11 @@ REPEATED = 2
 """A node that has failed this many times for one cause is examined before it is used again."""
 
 
+COUNTED = ("nic", "nvlink")
+"""Causes that are read from counters of a link. They also rise on healthy nodes when a node that they exchange with
+fails."""
+
+
 def repeated_faults(failures: Iterable[tuple[str, NodeFault | None]]) -> dict[str, tuple[str, int]]:
     """Return the hostnames of the nodes that have failed repeatedly for one cause since they were last examined, with
     the cause and the number of failures. `failures`: hostnames and faults in order; None if the node was examined and
@@ -95,7 +100,7 @@ def repeated_faults(failures: Iterable[tuple[str, NodeFault | None]]) -> dict[st
     for host, fault in failures:
         if fault is None:
             counts[host].clear()
-        elif fault.is_of_machine:
+        elif fault.is_of_machine and fault.cause not in COUNTED:
             counts[host][fault.cause] += 1
     most = {host: causes.most_common(1)[0] for host, causes in counts.items() if causes}
     return {host: found for host, found in most.items() if found[1] >= REPEATED}

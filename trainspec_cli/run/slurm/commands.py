@@ -134,7 +134,7 @@ def show_topology() -> str:
 
 
 def _run(
-    command: Sequence[str], hint: str, environment: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S
+    command: Sequence[str], hint: str, environment: Mapping[str, str] | None = None, timeout_s: float | None = None
 ) -> str:
     """Run a command and return its output. Raises MachineError."""
     name = command[0]
@@ -144,7 +144,7 @@ def _run(
             env=environment,
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=TIMEOUT_S if timeout_s is None else timeout_s,
             stdin=subprocess.DEVNULL,
         )
     except FileNotFoundError as error:

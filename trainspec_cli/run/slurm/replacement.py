@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +23,8 @@ from trainspec_cli.core.printable import label_node
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.slurm import commands as slurm
 
+CLOSE_S = 10.0
+"""Time limit in seconds for cancelling all jobs at the end; Slurm kills a job 30 s after its warning."""
 LOOK_S = 10.0
 """Interval in seconds at which Slurm is asked whether it has noticed the loss of a node itself."""
 
@@ -43,7 +46,8 @@ class ReplacementJobs:
 
     def ask(self, node: int, hostname: str, generation: int) -> None:
         """Submit a job that replaces the lost node `node` in a start of the run."""
-        self.withdraw(node)
+        if node in self._lost:
+            self._lost.pop(node)[1].set()
         name = label_node(node, hostname)
         if not self._left:
             self._news.append(f"{name} is not replaced, because no job is left for it (cluster.slurm.max_requeues)")
@@ -69,8 +73,9 @@ class ReplacementJobs:
         """Cancel all jobs that are still pending or running."""
         for _, over in self._lost.values():
             over.set()
+        deadline_s = time.monotonic() + CLOSE_S
         for thread in self._threads:
-            thread.join(slurm.TIMEOUT_S)
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _replace(self, node: int, hostname: str, generation: int, over: threading.Event) -> None:
         name = label_node(node, hostname)

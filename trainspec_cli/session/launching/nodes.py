@@ -274,7 +274,11 @@ def _join(run: RunDir, node: int, console: RunConsole, mirror: Mirror | None, *,
                         if not joined.of_slurm:
                             shown.enter_context(_showing_progress(run, record, console))
 
-                    may_change = joined.take_over is not None
+                    def may_change() -> bool:
+                        # Where this node cannot see the claim, its absence says nothing about the first node.
+                        is_apart = mirror is not None and mirror.has_own_copy
+                        return joined.take_over is not None and locks_are_seen and not is_apart
+
                     code = run_agent(run, generation, node, begin, tell, first_may_change=may_change)
                 served = generation
                 gives_up_at = deadline = time.monotonic() + RESULT_TIMEOUT_S

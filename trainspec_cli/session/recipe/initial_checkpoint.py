@@ -39,6 +39,9 @@ def complete_from(begins_with: str, data: JsonObject, model: JsonObject, *, unch
         del asked["family"]
     left_open = {key: value for key, value in found.items() if key not in asked} if is_open else {}
     found_model: JsonObject = {"model": left_open} if is_open else {}
+    if not is_open and found.get("hf_type") and "hf_type" not in asked:
+        # The type determines the names of the folder's tensors; several types can describe the same model.
+        found_model = {"model": {"hf_type": found["hf_type"]}}
     # A problem for each key where the recipe's model differs from the checkpoint's.
     mine = _build(left_open | asked)
     theirs = _build(found)

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trainspec_cli.core.errors import EXIT_DONE, MachineError, Problem, RecipeError, WorkerError
+from trainspec_cli.core.errors import EXIT_DONE, Interrupted, MachineError, Problem, RecipeError, WorkerError
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.reporter.console import RunConsole, make_console
 from trainspec_cli.run.backend.nodes.backend import build_nodes_job
@@ -135,6 +135,9 @@ def _follow(run: RunDir, supervisor: Any, places: Sequence[Bundle], console: Run
                         "the supervisor does not answer; if its node is lost, Ray restarts it on another node"
                     )
                 is_away = bool(since)
+                if requests.count > bool(since):  # nobody is there who could stop the run
+                    console.report(f"the run was not stopped; to stop it later: trainspec stop {run.root}")
+                    return Interrupted.exit_code
                 time.sleep(FOLLOW_S)
                 continue
             except RayActorError as error:  # Ray does not restart it

@@ -22,9 +22,10 @@ from trainspec_cli.run.backend.nodes.backend import Reach
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_of_all_nodes, read_result
+from trainspec_cli.run.job.folder import drop_claim, read_claim
 from trainspec_cli.run.notify import Notify
 from trainspec_cli.run.signals import StopRequests
-from trainspec_cli.session.launching.nodes import MANAGED, exit_code_of
+from trainspec_cli.session.launching.nodes import MANAGED, STALE_S, exit_code_of
 from trainspec_cli.session.launching.resume import prepare_unchanged
 from trainspec_cli.session.launching.session import start
 from trainspec_cli.wings.ray.cluster import Bundle, alive, locate, own_ip, release
@@ -138,8 +139,14 @@ class SupervisorActor:
             lost=tuple((number, "") for number in away[: max(0, plan.num_nodes - len(live))]) if is_restarted else (),
             open_agents=Crew(self._places).open,
         )
-        deadline_s = time.monotonic() + CLAIM_S
+        unchanged_since_s = time.monotonic()
+        deadline_s = unchanged_since_s + CLAIM_S
+        signs = read_claim(run)
         while True:
+            if is_restarted and (newer := read_claim(run)) != signs:
+                signs, unchanged_since_s = newer, time.monotonic()
+            elif is_restarted and time.monotonic() > unchanged_since_s + STALE_S:
+                drop_claim(run)  # Ray has found this process's predecessor dead, but a file server may keep its lock
             try:
                 session = prepare_unchanged(
                     run, reach, console, force=self._force or is_restarted, as_json=self._as_json

@@ -45,6 +45,7 @@ from trainspec_cli.run.folder.generations import GenerationRecord, read_secret
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.job.folder import find_owner
+from trainspec_cli.run.job.job import own_modules
 from trainspec_cli.run.job.machine import NodePlace, detect
 from trainspec_cli.run.signals import PatientRequests, interrupt, on_stop_signal
 from trainspec_cli.run.slurm import commands as slurm
@@ -81,9 +82,17 @@ def main() -> None:
         tell(f"{describe_part(options.run, record, node)} (first node: {record.head}:{record.hub_port})")
 
     in_slurm = "SLURM_JOB_ID" in os.environ and not is_replacement
-    about = {"alone": is_replacement, "first_may_change": in_slurm}
     try:
-        code = run_agent(options.run, options.generation, node, begin, tell, serves_once=True, **about)
+        code = run_agent(
+            options.run,
+            options.generation,
+            node,
+            begin,
+            tell,
+            serves_once=True,
+            alone=is_replacement,
+            first_may_change=lambda: in_slurm,
+        )
     except KeyboardInterrupt:
         tell("ends, because it was asked to")
         sys.exit(Interrupted.exit_code)
@@ -139,7 +148,7 @@ def run_agent(
     *,
     serves_once: bool = False,
     alone: bool = False,
-    first_may_change: bool = False,
+    first_may_change: Callable[[], bool] = lambda: False,
 ) -> int:
     """Take part in one generation of a run. Return 0 when the hub has ended it, otherwise `CUT_OFF` or `UNFIT`. A
     signal stops the run or, with `alone`, only this agent (KeyboardInterrupt). `tell` receives messages about this
@@ -157,7 +166,7 @@ def run_agent(
 
     def goes_on() -> bool:
         is_over = run.result_json.is_file() or generations.newest(run) > generation
-        return not requests.count and not is_over and not (first_may_change and find_owner(run) is None)
+        return not requests.count and not is_over and not (first_may_change() and find_owner(run) is None)
 
     with on_stop_signal(interrupt if alone else requests.add), private_files():
         if plan and plan.replica_groups > 1:
@@ -338,7 +347,9 @@ class Agent:
         """Report to the hub what this node can do."""
         with tempfile.TemporaryFile() as output:
             command = (sys.executable, *self._record.examine)
-            examining = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output)
+            examining = subprocess.Popen(
+                command, env={**os.environ, **own_modules()}, stdin=subprocess.DEVNULL, stdout=output
+            )
             deadline = time.monotonic() + EXAMINE_TIMEOUT_S
             while examining.poll() is None and self._listen() and time.monotonic() < deadline:
                 pass

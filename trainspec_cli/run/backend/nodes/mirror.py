@@ -144,7 +144,7 @@ class Mirror:
                         self._is_same.set()
                         return
                     self._register(first)
-                    is_new = True
+                    is_new = not self._known  # after an interruption, what was written meanwhile is sent
                     while not self._ended.is_set() or time.monotonic() < self._ends_s:
                         if not is_new:
                             time.sleep(INTERVAL_S)
