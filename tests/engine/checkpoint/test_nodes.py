@@ -67,7 +67,10 @@ def test_any_hosts_that_have_all_files_restore_it(saved, hosts, tmp_path, left):
 
 
 def test_one_of_three_hosts_with_a_new_one_does_not_have_all_files(hosts, tmp_path):
-    assert run(tmp_path, "resume", (2, 5))[0] == "None"
+    """The run does not start from the first step again, and nothing is removed, because the others may return."""
+    before = [ranks_on(host) for host in hosts]
+    assert run(tmp_path, "resume", (2, 5)) == ["bad_checkpoint"]
+    assert [ranks_on(host) for host in hosts] == before
 
 
 def test_a_damaged_file_is_replaced_by_its_copy(saved, hosts, tmp_path):

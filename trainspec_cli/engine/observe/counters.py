@@ -394,7 +394,12 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     products = PRODUCTS[:1] if on_chip(device) else PRODUCTS
     limits = MATMUL_ROUNDS, MATMUL_ROUND_S, MATMUL_LIMIT_S
     for size in CHIP_MATMUL_SIZES if on_chip(device) else MATMUL_SIZES:
-        rates = [matmul_flops(device, dtype, size, *limits, product) for product in products]
+        try:
+            rates = [matmul_flops(device, dtype, size, *limits, product) for product in products]
+        except torch.OutOfMemoryError:
+            if not best:
+                raise
+            break  # the state leaves no room for larger matrices
         products = (products[rates.index(max(rates))],)
         best = max(best, *rates)
         if 8 * (2 * size**3) / max(rates) > MATMUL_LIMIT_S:  # the next size takes 8 times as long

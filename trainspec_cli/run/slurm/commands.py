@@ -138,20 +138,21 @@ def _run(
 ) -> str:
     """Run a command and return its output. Raises MachineError."""
     name = command[0]
+    limit_s = TIMEOUT_S if timeout_s is None else timeout_s
     try:
         done = subprocess.run(
             command,
             env=environment,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S if timeout_s is None else timeout_s,
+            timeout=limit_s,
             stdin=subprocess.DEVNULL,
         )
     except FileNotFoundError as error:
         hint = "use a login node of the cluster, or print the script here without --submit"
         raise _failed("no_slurm", f"{name} is not installed on this node", hint) from error
     except subprocess.TimeoutExpired as error:
-        raise _failed(SILENT, f"{name} has not answered for {timeout_s:g} s", "scontrol ping") from error
+        raise _failed(SILENT, f"{name} has not answered for {limit_s:g} s", "scontrol ping") from error
     if done.returncode != 0:
         answer = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         raise _failed("slurm_refused", f"{name} refused: {answer}", hint)

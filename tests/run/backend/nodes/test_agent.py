@@ -311,7 +311,7 @@ def test_an_agent_comes_back_until_its_start_is_over(
     owner = ExitStack()
     owner.enter_context(claim(run, "id"))
     with owner:
-        assert agent.run_agent(run, 1, 1, first_may_change=True) == 7
+        assert agent.run_agent(run, 1, 1, first_may_change=lambda: True) == 7
     assert went_on == [True, False]
 
 
