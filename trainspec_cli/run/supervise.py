@@ -524,7 +524,7 @@ class Supervisor:
         self._nodes: RunNodes | CommandNodes | None = None
         if plan:
             self._nodes = RunNodes(job, plan, replan, report, self._mail)
-        elif job.nodes:
+        elif job.allowed_nodes:  # a tool always runs on the same nodes
             self._nodes = CommandNodes(job, report)
 
     def open(self) -> None:
