@@ -47,7 +47,7 @@ def get(config: JsonObject, key: str, kind: Any, default: Any = MISSING) -> Any:
             raise WrongTypeError(key, value, kind) from None
     if not isinstance(value, kind):
         raise WrongTypeError(key, value, kind)
-    if kind in (int, float) and not 0 <= value < math.inf:
+    if kind in (int, float) and not 0 <= value < (2**63 if kind is int else math.inf):
         raise WrongTypeError(key, value, kind)
     return value
 
@@ -288,8 +288,9 @@ def read_scaling(given: JsonObject, seq_len: int | None) -> JsonObject | None:
     if kind == "llama3":
         scaling |= {name: get(given, name, float) for name in ("low_freq_factor", "high_freq_factor")}
         return scaling
-    factor = scaling["factor"]
-    assert isinstance(factor, float)
+    factor = get(given, "factor", float)
+    if factor < 1:
+        raise UnreadableValueError(f"a factor of rotary embeddings of {factor:g}, which must be at least 1")
     usual = 0.1 * math.log(factor) + 1  # the engine's (`engine/models/rope.py`)
     stated = get(given, "attention_factor", float, None)
     mscale, over_all = get(given, "mscale", float, 0.0), get(given, "mscale_all_dim", float, 0.0)
