@@ -29,10 +29,11 @@ def test_one_recipe_and_a_file_of_it_are_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_spot_takes_longer_and_the_more_often_it_is_taken_back_the_longer() -> None:
+    """A node that is taken back is missing until it is replaced, because no spare is assumed."""
     run = budget_portfolio(RECIPE).runs[0]
     often = budget_portfolio([*RECIPE, "cluster.cost.spot_mtbf_device_hours=300"]).runs[0]
     assert run.spot_wall_s is not None and often.spot_wall_s is not None
-    assert run.wall_s < run.spot_wall_s < 1.01 * run.wall_s < often.spot_wall_s
+    assert run.wall_s < run.spot_wall_s < 1.02 * run.wall_s < often.spot_wall_s
     assert often.wall_s == run.wall_s
     never = budget_portfolio([*RECIPE, "cluster.cost.spot_mtbf_device_hours=0.1"])
     assert never.runs[0].spot_wall_s is None and "spot" not in never.usd
