@@ -17,7 +17,7 @@ from trainspec_cli.planner.setup import RECOMPUTE, UPDATE_BYTES, Setup, matrix_s
 from trainspec_cli.planner.time.data_parallel import ENCODING_BYTES, GRADIENT_BYTES
 from trainspec_cli.planner.time.step import assemble_step, micro_batch
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.keys.model import DecoderModel, loss_chunk_tokens, loss_group_tokens
+from trainspec_cli.recipe.keys.model import DecoderModel, departs, loss_chunk_tokens, loss_group_tokens
 from trainspec_cli.recipe.keys.training import WireFormat
 from trainspec_cli.recipe.results.plan import LocalPrediction, Plan, PlannedLink
 from trainspec_cli.recipe.results.tools import PROBED_HEAD_SIZES, PROBED_HEADS, PROBED_TOKENS, Curve, MachineProbe
@@ -42,7 +42,7 @@ def is_predictable(plan: Plan) -> bool:
     trained = plan.device == "cpu" and plan.num_nodes == 1 and not plan.spec.lora.rank
     if not (trained and whole and eager and isinstance(model, DecoderModel)):
         return False
-    return all(getattr(model, one.name) == one.default for one in fields(DecoderModel) if one.name not in ANY)
+    return not any(departs(model, one.name) for one in fields(DecoderModel) if one.name not in ANY)
 
 
 def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:

@@ -15,7 +15,7 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.data.huggingface.config import model_type
 from trainspec_cli.data.huggingface.safetensors import EMBED, HEAD, tensor_shapes
 from trainspec_cli.data.weights.stored import Shape
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.model import DecoderModel, departs
 
 Naming = Literal["hf", "torchtitan", "megatron", "megatron_layers", "litgpt"]
 """`megatron` stacks the layers of each tensor, and `megatron_layers` numbers them; Megatron writes both."""
@@ -69,10 +69,9 @@ def other_tensors(model: DecoderModel, naming: Naming) -> list[OtherTensor]:
         known = ", ".join(SUPPORTED[naming])
         message = f"the model is of type {kind}; {naming}'s names are known only for {known}"
         raise RecipeError(Problem("unsupported", message, "model", hint))
-    plain = DecoderModel(1, 1, 1, 1, 1, 1, 1)
     for key in ("mlp_bias", "activation") + (("attention_bias",) if model.attention_bias == "all" else ()):
-        if (value := getattr(model, key)) != getattr(plain, key):
-            message = f"`model.{key}` is {value}, which {naming}'s {kind} does not have"
+        if departs(model, key):
+            message = f"`model.{key}` is {getattr(model, key)}, which {naming}'s {kind} does not have"
             raise RecipeError(Problem("unsupported", message, f"model.{key}", hint))
     return list(_tensors(model, naming, shapes))
 

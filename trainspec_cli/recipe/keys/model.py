@@ -344,6 +344,11 @@ class DecoderModel:
         return None if every and (layer + 1) % every == 0 else self.sliding_window
 
 
+def departs(model: DecoderModel, name: str) -> bool:
+    """Return whether a field of a decoder with a default has another value than that."""
+    return bool(getattr(model, name) != DecoderModel.__dataclass_fields__[name].default)
+
+
 LETTERS: dict[str, Mixer] = {"M": "mamba", "*": "attention", "-": "feed_forward", "E": "experts"}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
-from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, TextModel
+from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, TextModel, departs
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import NF4_BLOCK, ONLY_REHEARSED, TARGETS, FaultSyntaxError, parse_faults
 from trainspec_cli.recipe.records import UNKNOWN
@@ -340,7 +340,6 @@ def decoder_features(spec: RunSpec) -> Iterator[Problem]:
     model = spec.model
     if not isinstance(model, DecoderModel):
         return
-    plain = DecoderModel(1, 1, 1, 1, 1, 1, 1)
     apart = {
         "mla": (
             *("attention_scale", "attention_softcap", "rotary_pairs", "rotary_fraction", "local_rope_theta"),
@@ -350,8 +349,8 @@ def decoder_features(spec: RunSpec) -> Iterator[Problem]:
     }
     for feature, others in apart.items():
         for other in others if getattr(model, feature) else ():
-            if (value := getattr(model, other)) != getattr(plain, other):
-                message = f"`model.{other}` is {value}, which does not work with `model.{feature}`"
+            if departs(model, other):
+                message = f"`model.{other}` is {getattr(model, other)}, which does not work with `model.{feature}`"
                 yield Problem("unsupported", message, f"model.{other}", f"leave out model.{other}")
     if model.norm == "rms" and model.norm_bias:
         message = "RMSNorm has no bias (`model.norm_bias`)"
