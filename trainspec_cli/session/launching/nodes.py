@@ -95,7 +95,7 @@ class NodeOptions:
             message = "`run.dir` is auto, so each node would create a separate folder"
             hint = "set run.dir=<a folder that all nodes share>"
             raise RecipeError(Problem("missing_value", message, "run.dir", hint))
-        return replace(reach, open_agents=partial(AgentThread, partial(run_agent, node=0)))
+        return with_own_agent(reach, 0)
 
     def check_managed(self, spec: RunSpec) -> None:
         """Raise RecipeError for options of a node whose manager finds the nodes."""
@@ -121,6 +121,11 @@ class NodeOptions:
             raise RecipeError(Problem("usage", message, hint=hint))
         # The command starts the agent on this node, the first one; every other node starts an agent itself.
         return Reach(host, agent_command(node=0), int(port), return_timeout_s=join_timeout_s)
+
+
+def with_own_agent(reach: Reach, node: int) -> Reach:
+    """Return `reach` with this process as the agent of its node, `node`, in the starts that it supervises."""
+    return replace(reach, open_agents=partial(AgentThread, partial(run_agent, node=node)))
 
 
 def exit_code_of(run: RunDir, result: RunResult | None) -> int:

@@ -41,8 +41,7 @@ from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.text import describe_plan
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.local import LocalBackend
-from trainspec_cli.run.backend.nodes.agent import run_agent
-from trainspec_cli.run.backend.nodes.backend import AgentThread, Examination, NodesBackend, Reach, build_nodes_job
+from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.channel.folders import FolderServer, nodes_secret
 from trainspec_cli.run.channel.worker import WorkerMail
@@ -72,7 +71,7 @@ from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests
 from trainspec_cli.run.tools import known_probe, measure_kernels, read_table, table_path
 from trainspec_cli.session.launching.changes import describe_changes, plan_on_fewer, trained_samples
-from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join
+from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join, with_own_agent
 from trainspec_cli.session.launching.run import describe_tracking, run
 from trainspec_cli.session.manager import manager_of
 from trainspec_cli.session.planning.predict import describe_load, predict, probe_after_run, with_known_limits
@@ -157,7 +156,7 @@ def take_over(run: RunDir, reach: Reach, console: RunConsole) -> int:
     """Supervise a run from this node, whose first node was lost. Return the run's exit code."""
     plan = read_plan_of_all_nodes(run)
     machine = detect(look_for_gpus=plan.device == "cuda")
-    reach = replace(reach, open_agents=partial(AgentThread, partial(run_agent, node=reach.nodes[0])))
+    reach = with_own_agent(reach, reach.nodes[0])
     # The run has trained with this plan, so it starts even if the plan is predicted not to fit.
     return start(Session(plan, machine, run, console, reach, force=True))
 
