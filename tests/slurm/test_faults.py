@@ -72,9 +72,9 @@ def test_a_run_whose_cable_is_cut_goes_on_elsewhere_and_the_old_worker_is_fenced
 def test_replica_groups_go_on_without_a_node_that_is_powered_off(
     slurm: Cluster, sbatch, watch, tmp_path: Path, record_property
 ) -> None:
-    """Slurm takes the node from the job, and lets the job live."""
+    """Slurm takes the node from the job, and lets the job live. No job may replace the node."""
     run = RunDir(tmp_path / "runs/elastic")
-    job = sbatch("run.dir=runs/elastic", *ELASTIC)
+    job = sbatch("run.dir=runs/elastic", *ELASTIC, "cluster.slurm.max_requeues=0")
     watch.wait_for_step(run.root, 15)
     slurm.power_off(2)
     ended = slurm.wait(job)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from lab.other_frameworks import NOT_IN_CI
 from wings.interop.emitting import Case, files_in, judge, mistyped, run_of
 
 from trainspec_cli.core.errors import RecipeError
@@ -137,7 +138,7 @@ def test_cpus_need_no_known_accelerator(target: str) -> None:
 
 def kuberay(text: str) -> str | None:
     if "KUBERAY_CRD" not in os.environ:
-        pytest.skip("KUBERAY_CRD does not name KubeRay's schema: .ci/interop ray fetches it")
+        pytest.skip(f"KubeRay's schema {NOT_IN_CI}: .ci/interop ray fetches it, and KUBERAY_CRD names it")
     (judgement,) = judge("kuberay", [Case({"rayjob.yaml": text}, [])], package="jsonschema")
     return judgement.error
 
