@@ -99,7 +99,49 @@ def test_a_sweep_plans_each_value_and_draws_a_page(capsys: pytest.CaptureFixture
     page = tmp_path / "plan.html"
     sweep = plan_json(capsys, *EIGHT_GPUS, "--sweep", "cluster.num_nodes=1,2", "--html", str(page))
     assert [point["plan"]["cluster"]["world_size"] for point in sweep["points"]] == [8, 16]
-    assert "over cluster.num_nodes" in page.read_text()
+    assert "by cluster.num_nodes" in page.read_text()
+
+
+def test_plans_are_compared_with_changes_and_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = "cluster=b200 cluster.num_nodes=2"
+    compared = plan_json(capsys, *EIGHT_GPUS, "--compare", changes, "--engine", "trainspec,megatron")
+    assert [tuple(point["values"].items()) for point in compared["points"]] == [
+        (("changes", which), ("framework", engine))
+        for which in ("none", changes)
+        for engine in ("trainspec", "megatron")
+    ]
+    assert [point["plan"]["cluster"]["world_size"] for point in compared["points"]] == [8, 8, 16, 16]
+    steps = [point["plan"]["best"]["step_time_s"] for point in compared["points"]]
+    assert steps[1] < steps[0] and steps[3] < steps[2]
+
+
+@pytest.mark.parametrize("changes", ["clustr=b200", "b200", "a='"])
+def test_a_mistyped_change_is_refused(changes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *EIGHT_GPUS, "--compare", changes]) == 2
+    assert "b200" in capsys.readouterr().err or changes == "a='"
+
+
+OWN_VALUES = {
+    "cluster.reliability.mtbf_device_hours": 40000,
+    "cluster.accelerator.price_usd_per_hour": 2,
+    "cluster.cost.price_usd_per_device_hour": 2,
+    "cluster.site.carbon_g_per_kwh": 50,
+    "cluster.site.pue": 1.3,
+}
+
+
+@pytest.mark.parametrize("key", slow_after(2, OWN_VALUES))
+def test_a_value_of_the_user_is_exact(key: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def assumed(*arguments: str) -> tuple[float, float, str, bool]:
+        found = plan_json(capsys, *EIGHT_GPUS, *arguments)["run"]["assumptions"]
+        (one,) = [one for one in found if one["key"] == key]
+        return one["value"], one["known_within"], one["source"], one["verified"]
+
+    section, _, name = key.rpartition(".")
+    assert assumed(f"{key}={OWN_VALUES[key]}") == (OWN_VALUES[key], 1.0, "recipe", True)
+    if "accelerator" not in key:
+        about = (f"{section}.known_within.{name}=1.2", f"{section}.sources.{name}=contract")
+        assert assumed(f"{key}={OWN_VALUES[key]}", *about) == (OWN_VALUES[key], 1.2, "contract", True)
 
 
 @pytest.mark.parametrize("flag", ["--trace", "--verbose"])

@@ -36,6 +36,7 @@ from trainspec_cli.recipe.compose.folders import (
     find_folders,
     locate,
     read_yaml,
+    shipped_data,
     show_path,
 )
 from trainspec_cli.recipe.compose.values import Argument, all_paths, overlaid, parse_arguments, resolve, value_paths
@@ -71,6 +72,43 @@ def _keep_last(data: JsonObject, origins: Origins, files: Sequence[str]) -> None
     for name in (name for name, rank in ranks.items() if rank < max(ranks.values())):
         del section_of(data)[name]
         origins.pop(f"{SECTION}.{name}", None)
+
+
+OWN_SOURCE = "recipe"
+"""The source of values that the user has set."""
+ALSO_KNOWN_AS = {"cluster.accelerator.price_usd_per_hour": "cluster.cost.price_usd_per_device_hour"}
+"""A key -> the one that states its uncertainty, if that is in another section."""
+
+
+def _attribute_own_values(data: JsonObject, origins: Origins, shipped: Path, cwd: Path) -> None:
+    """Mark the values that the user has set as exact, with the recipe as their source. The source and the uncertainty
+    in an option's file belong to the value that it replaced; those stated by the user stay."""
+
+    def is_own(path: str) -> bool:
+        origin = origins.get(path)
+        return origin is not None and not (cwd / origin.file).is_relative_to(shipped)
+
+    for path in [path for path in origins if is_own(path)]:
+        above, _, key = path.rpartition(".")
+        section = _section_at(data, above)
+        if not isinstance(section.get(key), (int, float)):
+            continue
+        if "sources" in section and not (is_own(f"{above}.sources.{key}") or is_own(f"{above}.sources.default")):
+            section["sources"] = _section_at(section, "sources") | {key: OWN_SOURCE}
+        unverified = section.get("unverified")
+        if isinstance(unverified, list) and key in unverified:
+            section["unverified"] = [other for other in unverified if other != key]
+        above, _, key = ALSO_KNOWN_AS.get(path, path).rpartition(".")
+        if not is_own(f"{above}.known_within.{key}"):
+            _delete(data, f"{above}.known_within.{key}")
+
+
+def _section_at(data: JsonObject, path: str) -> JsonObject:
+    """Return the section at a dotted path; empty if there is none."""
+    for word in path.split("."):
+        section = data.get(word)
+        data = section if isinstance(section, dict) else {}
+    return data
 
 
 # The files of a composition: the recipe, its base recipes, and one option for each group.
@@ -528,6 +566,7 @@ def compose_arguments(
     chosen = {path: at for path, at in chosen.items() if path not in {argument.key for argument in values}}
     # If a later file sets one of several alternative keys, that key replaces the alternative set by an earlier file.
     _keep_last(data, origins, [part.read.start.file for part in parts])
+    _attribute_own_values(data, origins, shipped_data() / "conf", cwd)
     unchosen = frozenset(
         group
         for group in selection.folders.groups

@@ -93,15 +93,20 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class SweepReport:
-    """One plan for each combination of the swept keys' values."""
+    """One plan for each combination of the swept keys' values, or for each of several recipes."""
 
     points: tuple[SweepPoint, ...]
+
+    @property
+    def title(self) -> str:
+        return f"Plans by {self.key}"
 
     @property
     def key(self) -> str:
         return ", ".join(self.points[0].values)
 
 
+UNKNOWN = "unknown"
 Formatter = Callable[[float], str]
 """A function that formats a quantity."""
 
@@ -223,20 +228,41 @@ def recompute_label(candidate: Candidate) -> str:
     return candidate.recompute + ", offload" * (candidate.offload == "optimizer")
 
 
-def sweep_figures(best: Candidate, run: RunForecast, first: Candidate) -> tuple[str, ...]:
-    """Return (step, units/s, scaling, MFU, goodput, time, energy, money). Scaling is the throughput per device relative
-    to `first`."""
-    scaling = best.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu
-    return (
-        format_duration(best.step_time_s),
-        format_rate(best.tokens_per_s),
-        percent(scaling),
-        percent(best.mfu, 1),
-        goodput_percent(run.goodput.goodput.value),
-        format_duration(run.wall_time_s.value),
-        format_energy(run.energy_joules.value) if run.energy_joules else "unknown",
-        format_money(run.cost_usd.value) if run.cost_usd else "unknown",
-    )
+def sweep_figures(best: Candidate, run: RunForecast, first: Candidate, unit: str) -> dict[str, str]:
+    """Return the figures of a point of a sweep by heading. Scaling is the throughput per device relative to `first`;
+    money is also given per million tokens or samples (`unit`)."""
+    energy, money, carbon = run.energy_joules, run.cost_usd, run.carbon_kg
+    return {
+        "step": format_duration(best.step_time_s),
+        f"{unit}/s": format_rate(best.tokens_per_s),
+        "scaling": percent(best.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu),
+        "MFU": percent(best.mfu, 1),
+        "goodput": goodput_percent(run.goodput.goodput.value),
+        "time": format_duration(run.wall_time_s.value),
+        "money": format_money(money.value) if money else UNKNOWN,
+        f"per M {unit}": f"${money.value / run.tokens * 1e6:.3g}" if money else UNKNOWN,
+        "energy": format_energy(energy.value) if energy else UNKNOWN,
+        "CO2e": format_mass(carbon.value) if carbon else UNKNOWN,
+    }
+
+
+def engine_label(plan: PlanReport) -> str:
+    """Return the engine and what determines its speed: number formats, compilation and the optimizer. A plan for
+    hardware on which trainspec's engine has not been measured says so."""
+    spec = plan.spec
+    framework = spec.framework
+    chip = spec.cluster.accelerator
+    formats = spec.precision.compute
+    if formats == "auto":
+        formats = "fp16" if chip and not chip.bf16_tflops else "bf16"
+    if spec.precision.matmul != "compute":
+        formats += f" with {spec.precision.matmul} matrix products"
+    how = (f"{framework.name} {framework.version}".rstrip(), formats, "compiled" if spec.compile else "eager")
+    text = ", ".join((*how, spec.optim.name))
+    is_gpu = bool(spec.cluster.pools) or (chip is not None and chip.vendor != "cpu")
+    if framework.counted and is_gpu and not plan.profile:
+        text += f"; not measured on {plan.device} yet: the forecast rests on other engines' measurements"
+    return text
 
 
 def devices_label(plan: PlanReport) -> str:

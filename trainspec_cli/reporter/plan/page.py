@@ -290,22 +290,27 @@ def _scaling(sweep: SweepReport) -> str:
     fitting = [(point.plan.capacity.world_size, best) for point in sweep.points if (best := point.plan.best)]
     unit = sweep.points[0].plan.spec.model.unit
     chart = _scaling_chart(fitting, f"{unit} per second") if len(fitting) > 1 else ""
-    figures = ("step", f"{unit}/s", "scaling", "MFU", "goodput", "time", "energy", "money")
-    headings = (sweep.key, "#devices", "best layout", *(f"#{name}" for name in figures))
+    found = [
+        labels.sweep_figures(plan.best, plan.run, fitting[0][1], unit) if plan.best and plan.run else {}
+        for plan in (point.plan for point in sweep.points)
+    ]
+    headings = next(filter(None, found), {})
     rows = []
-    for point in sweep.points:
+    for point, figures in zip(sweep.points, found, strict=True):
         plan = point.plan
         start = cell(point.value) + cell(f"{plan.capacity.world_size:,}", "number")
-        if plan.best and plan.run:
-            shown = labels.sweep_figures(plan.best, plan.run, fitting[0][1])
-            start += cell(labels.layout_label(plan.best.layout)) + "".join(cell(text, "number") for text in shown)
+        if plan.best:
+            start += cell(labels.layout_label(plan.best.layout))
+            start += "".join(cell(text, "number") for text in figures.values())
         else:
-            start += f'<td colspan="9">nothing fits: {escape("; ".join(plan.capacity.advice[:1]))}</td>'
+            advice = escape("; ".join(plan.capacity.advice[:1]))
+            start += f'<td colspan="{1 + len(headings)}">nothing fits: {advice}</td>'
         rows.append(f"<tr>{start}</tr>")
     text = (
         "Throughput of the best layout at each point. Scaling: throughput per device relative to the first that fits."
     )
-    return section(f"Scaling over {sweep.key}", text, chart + table(headings, rows))
+    names = (sweep.key, "#devices", "best layout", *(f"#{name}" for name in headings))
+    return section(sweep.title, text, chart + table(names, rows))
 
 
 def _scaling_chart(fitting: Sequence[tuple[int, Candidate]], rate: str) -> str:

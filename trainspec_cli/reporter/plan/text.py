@@ -19,7 +19,7 @@ from trainspec_cli.recipe.results.plan import ALWAYS_ASSUMED, Candidate
 from trainspec_cli.recipe.user_code import describe_code
 from trainspec_cli.reporter.console import Text, text_table
 from trainspec_cli.reporter.plan import labels
-from trainspec_cli.reporter.plan.labels import PlanReport, SweepPoint, SweepReport, percent
+from trainspec_cli.reporter.plan.labels import UNKNOWN, PlanReport, SweepReport, percent
 from trainspec_cli.reporter.plan.sections import (
     describe_dips,
     render_blueprint,
@@ -35,7 +35,6 @@ SHOWN_CANDIDATES = 8
 SHOWN_REASONS = 8
 SHOWN_ADVICE = 4
 SHOWN_CHECKS = 5
-UNKNOWN = "unknown"
 MORE = "memory and step time by part, communication, rejected layouts, goodput, failures and checkpoints"
 SHOWN_SIZES = 6
 BAR_WIDTH = 28
@@ -62,6 +61,7 @@ def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -
     unit = plan.spec.model.unit
     flops = f"{format_si(plan.capacity.flops_per_token, 'FLOP')} per {unit[:-1]} (causal attention)"
     lines = [("model", f"{labels.model_label(plan)}; {flops}"), ("cluster", labels.devices_label(plan))]
+    lines.append(("engine", labels.engine_label(plan)))
     if run := plan.run:
         step = f"{labels.batch_label(plan)} samples per step"
         lines.append(("run", f"{format_count(run.tokens)} {unit} in {run.steps:,} steps, {step}"))
@@ -219,14 +219,35 @@ def _differs(assumption: Assumption) -> bool:
     return root == "cluster" and default != assumption.value
 
 
-def render_sweep(sweep: SweepReport) -> RenderableType:
-    """Render one line for each value of the swept key."""
-    unit = sweep.points[0].plan.spec.model.unit
-    first = next((point.plan.best for point in sweep.points if point.plan.best), None)
-    figures = ("step", f"{unit}/s", "scaling", "MFU", "goodput", "time", "energy", "money", "memory")
-    headings = (f"#{sweep.key}", "#devices", "best layout", *(f"#{figure}" for figure in figures))
-    table = text_table(headings, (list(_sweep_row(point, first)) for point in sweep.points))
-    return Group(Text(f"Scaling over {sweep.key}", style="bold"), table)
+LEAST_FIGURES = ("step", "MFU", "time", "money")
+"""The figures of a sweep on a terminal with fewer than `WIDE_SWEEP` columns, besides the money per token."""
+WIDE_SWEEP = 170
+
+
+def render_sweep(sweep: SweepReport, width: int = WIDE_SWEEP) -> RenderableType:
+    """Render one line for each point, with fewer figures on a narrow terminal."""
+    points = sweep.points
+    unit = points[0].plan.spec.model.unit
+    first = next((point.plan.best for point in points if point.plan.best), None)
+    rows = [(point, _sweep_figures(point.plan, first, unit, width)) for point in points]
+    figures = next((found for _, found in rows if found), {})
+    table = text_table((f"#{sweep.key}", "#devices", "best layout", *(f"#{name}" for name in figures)), ())
+    for point, found in rows:
+        devices = f"{point.plan.capacity.world_size:,}"
+        if best := point.plan.best:
+            table.add_row(point.value, devices, labels.layout_label(best.layout), *found.values())
+        else:
+            reason = Text("nothing fits: " + "; ".join(point.plan.capacity.advice[:1]), style="red")
+            table.add_row(point.value, devices, reason)
+    return Group(Text(sweep.title, style="bold"), table)
+
+
+def _sweep_figures(plan: PlanReport, first: Candidate | None, unit: str, width: int) -> dict[str, RenderableType]:
+    if not plan.best or not plan.run or not first:
+        return {}
+    figures = labels.sweep_figures(plan.best, plan.run, first, unit)
+    kept = figures if width >= WIDE_SWEEP else (*LEAST_FIGURES, f"per M {unit}")
+    return {**{name: figures[name] for name in kept}, "memory": _peak(plan.best)}
 
 
 def _candidates(plan: PlanReport, width: int, most: int, verbose: bool) -> RenderableType:
@@ -381,20 +402,6 @@ def assumption_row(assumption: Assumption) -> tuple[str, str, str, str]:
     within = f"x{assumption.known_within:.3g}" if assumption.known_within > 1 else ""
     unchecked = "" if assumption.verified else "unchecked: "
     return assumption.key, labels.format_grouped(assumption.value), within, unchecked + assumption.source
-
-
-def _sweep_row(point: SweepPoint, first: Candidate | None) -> Iterator[RenderableType]:
-    plan = point.plan
-    best = point.plan.best
-    run = point.plan.run
-    yield point.value
-    yield f"{plan.capacity.world_size:,}"
-    if not best or not run or not first:
-        yield Text("nothing fits: " + "; ".join(plan.capacity.advice[:1]), style="red")
-        return
-    yield labels.layout_label(best.layout)
-    yield from labels.sweep_figures(best, run, first)
-    yield _peak(best)
 
 
 def bar(part: float, width: int) -> str:
