@@ -236,3 +236,32 @@ def test_a_users_own_description_comes_before_the_shipped_one(tmp_path: Path, mo
     finally:
         accelerators.cache_clear()
         find_accelerator.cache_clear()
+
+
+HEADLINE = ("name", "vendor", "bf16_tflops", "memory_gb", "memory_tb_per_s", "link_gb_per_s", "link_kind")
+"""What the first page of a data sheet states."""
+
+
+def headline_only(chip: AcceleratorSpec) -> AcceleratorSpec:
+    return AcceleratorSpec(**{key: getattr(chip, key) for key in HEADLINE})
+
+
+MEASURED_MATMULS = {chip.name: chip for chip in accelerators() if chip.matmul_bf16_tflops}
+
+
+def test_a_chip_of_which_little_is_known_is_not_taken_for_a_better_one() -> None:
+    """Its rates are those that half of the known chips of its kind exceed."""
+    ratios = [
+        matmul_flops_per_s(headline_only(chip), "bf16", EFF) / matmul_flops_per_s(chip, "bf16", EFF)
+        for chip in MEASURED_MATMULS.values()
+    ]
+    assert len(ratios) >= 14 and sorted(ratios)[len(ratios) // 2] <= 1
+
+
+@pytest.mark.parametrize("name", MEASURED_MATMULS)
+def test_the_peak_tells_the_generation_where_no_format_does(name: str) -> None:
+    chip = MEASURED_MATMULS[name]
+    generations = [rates_of(one, "bf16", "bf16", EFF).generation for one in (chip, headline_only(chip))]
+    if chip.vendor == "nvidia":
+        assert generations[0] == generations[1]
+    assert generations[1] >= min(generations[0], 3 if chip.bf16_tflops >= 500 else 2)

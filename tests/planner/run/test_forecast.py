@@ -19,6 +19,7 @@ from trainspec_cli.planner.run import forecast as forecast_module
 from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.forecast import (
     STEP_TIME_KNOWN_WITHIN,
+    UNMEASURED_CHIP_WITHIN,
     checkpoint_bytes,
     checkpoint_times,
     describe_job,
@@ -47,7 +48,13 @@ from trainspec_cli.recipe.results.forecast import RunForecast
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, MemoryBreakdown, SizedStep, StepTime
 
 H100 = AcceleratorSpec(
-    name="H100", vendor="nvidia", bf16_tflops=989, memory_gb=80, memory_tb_per_s=3.35, tdp_w=700, price_usd_per_hour=2.5
+    name="H100-SXM-80GB",
+    vendor="nvidia",
+    bf16_tflops=989,
+    memory_gb=80,
+    memory_tb_per_s=3.35,
+    tdp_w=700,
+    price_usd_per_hour=2.5,
 )
 CLUSTER = ClusterSpec(
     num_nodes=2048,
@@ -312,6 +319,12 @@ def test_the_median_run_and_nine_in_ten(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("name", ["llama3_70b", "mixtral_8x7b", "resnet50"])
 def test_a_step_is_known_within_what_held_for_runs_that_were_not_fitted(name: str) -> None:
     assert gather_assumptions(replace(SPEC, model=models()[name]), CANDIDATE)[0].known_within == 1.7
+
+
+def test_a_step_of_a_chip_without_measured_runs_is_known_less_well() -> None:
+    new = replace(SPEC, cluster=replace(CLUSTER, accelerator=replace(CLUSTER.accelerator, name="X1")))
+    step = gather_assumptions(new, CANDIDATE)[0]
+    assert step.known_within == UNMEASURED_CHIP_WITHIN > STEP_TIME_KNOWN_WITHIN and "X1" in step.source
 
 
 def test_one_node_and_runs_without_recovery_have_no_other_way() -> None:

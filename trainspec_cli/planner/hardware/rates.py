@@ -20,6 +20,15 @@ from trainspec_cli.recipe.records import choose_section, from_plain
 REFERENCE_W_PER_TFLOP = 0.7
 """Ratio of board power to bf16 peak for the chip whose best matrix multiplication was measured (H100 SXM). With less
 power, the clock drops."""
+TYPICAL_FRACTION = 0.80
+TYPICAL_FRACTIONS = {"amd": 0.60}
+"""The best matrix multiplication relative to the bf16 peak, for chips where it was not measured: the median of the 8
+measured chips of NVIDIA and the 3 of AMD in conf/accelerator."""
+UNKNOWN_FRACTION = 0.75
+"""The most that is assumed for a chip whose board power is unknown."""
+GENERATION_TFLOPS = (500.0, 1700.0)
+"""A chip with at least this bf16 peak is of generation 3 (Hopper: 756 to 989) or 4 (Blackwell: 2,250 and more) even if
+nothing is stated about the formats by which generations are told apart."""
 FRACTIONS = frozenset(
     {
         *("matmul", "attention_forward", "attention_backward", "memory", "cache_reuse"),
@@ -28,6 +37,16 @@ FRACTIONS = frozenset(
     }
 )
 """Efficiencies that cannot exceed 1."""
+
+
+MEASURED_CHIPS = frozenset(
+    {
+        *("A100-PCIe-80GB", "A100-SXM-40GB", "A100-SXM-80GB", "A30", "A40", "B200-SXM", "B300-SXM", "GB200", "GB300"),
+        *("H100-NVL-94GB", "H100-PCIe-80GB", "H100-SXM-80GB", "H200-NVL", "H200-SXM-141GB", "L4", "L40", "L40S"),
+        *("MI300X", "MI325X", "MI350X", "MI355X", "NVIDIA RTX A5000", "RTX Pro 6000"),
+    }
+)
+"""The chips with measured training runs among the rows that the planner was fitted to."""
 
 
 @dataclass(frozen=True)
@@ -122,14 +141,16 @@ def matmul_flops_per_s(chip: AcceleratorSpec, fmt: str, eff: Efficiency) -> floa
     """Return the rate of a large matrix multiplication in `fmt`: bf16, fp16, tf32, fp32, fp8, mxfp8 or nvfp4.
 
     If the chip does not support the format, the next wider one that it supports is used."""
-    # Best large matrix multiplication relative to the bf16 peak: the measured value if there is one, otherwise 0.8
-    # (lower if board power cannot sustain the peak), or 0.75 if the board power is unknown.
-    fraction = 0.75
+    # Best large matrix multiplication relative to the bf16 peak: the measured value if there is one, otherwise a
+    # typical one, or less if the board power cannot sustain the peak.
+    fraction = TYPICAL_FRACTIONS.get(chip.vendor, TYPICAL_FRACTION)
     if chip.matmul_bf16_tflops and chip.bf16_tflops:
         fraction = chip.matmul_bf16_tflops / chip.bf16_tflops
     elif chip.tdp_w and chip.bf16_tflops:
         power = chip.tdp_w / chip.bf16_tflops / REFERENCE_W_PER_TFLOP
-        fraction = 0.80 * float(min(1.0, power) ** 0.3)
+        fraction = min(fraction, TYPICAL_FRACTION * float(min(1.0, power) ** 0.3))
+    else:
+        fraction = min(fraction, UNKNOWN_FRACTION)
     half = (chip.bf16_tflops or chip.fp16_tflops) * 1e12
     if fmt in ("fp8", "mxfp8") and chip.fp8_tflops:
         measured = chip.matmul_fp8_tflops or chip.fp8_tflops * fraction * 0.95
@@ -143,6 +164,15 @@ def matmul_flops_per_s(chip: AcceleratorSpec, fmt: str, eff: Efficiency) -> floa
     if fmt == "fp32":
         return eff.matmul * fraction * (chip.fp32_tflops or chip.tf32_tflops) * 1e12
     return eff.matmul * fraction * half
+
+
+def tensor_core_generation(chip: AcceleratorSpec) -> int:
+    """Return the generation of tensor cores for which attention kernels are written: 2 Ampere, 3 Hopper, 4 Blackwell. A
+    chip whose formats are not stated is classified by its peak."""
+    if not chip.bf16_tflops:
+        return 1
+    stated = 2 + (chip.fp8_tflops > 0) + (chip.fp4_tflops > 0)
+    return stated if chip.fp8_tflops else 2 + sum(chip.bf16_tflops >= least for least in GENERATION_TFLOPS)
 
 
 def peak_flops_per_s(chip: AcceleratorSpec, fmt: str) -> float:

@@ -27,6 +27,7 @@ from trainspec_cli.planner.hardware.rates import (
     Efficiency,
     matmul_flops_per_s,
     memory_bytes_per_s,
+    tensor_core_generation,
 )
 from trainspec_cli.planner.memory.engine.blocks import Shape, block_layout, mixer_kernels, ring_turn_kernels
 from trainspec_cli.planner.memory.engine.conv import conv_works
@@ -122,7 +123,7 @@ def rates_of(chip: AcceleratorSpec, matmul: str, compute: str, eff: Efficiency) 
         cache_bytes=chip.cache_mb * 1e6,
         element_bytes=4.0 if compute in ("fp32", "tf32") else 2.0,
         wide_element_bytes={"nvfp4": 0.56, "fp8": 1.0, "mxfp8": 1.03}.get(matmul, 2.0),
-        generation=2 + (chip.fp8_tflops > 0) + (chip.fp4_tflops > 0) if chip.bf16_tflops else 1,
+        generation=tensor_core_generation(chip),
         # Some data sheets do not state a rate in fp32.
         precise_matmul=matmul_flops_per_s(chip, "fp32", eff) or matmul_flops_per_s(chip, compute, eff),
     )
