@@ -199,6 +199,7 @@ FEATURE_RUNS = (
     Run("qwen3_0_6b", {}, samples=2, seq_len=2048, recompute="selective", changes=GPT_NEOX),
     Run("qwen3_0_6b", fsdp(2, tp=2), samples=1, seq_len=2048, changes=COHERE2),
     Run("qwen3_0_6b", fsdp(4), samples=2, seq_len=2048, compute="fp32", changes=OLMO2),
+    Run("qwen3_0_6b", fsdp(2, tp=2), samples=1, seq_len=2048, changes=OLMO2),
     Run("qwen3_0_6b", {"pp": 2, "dp_shard": 2}, samples=2, micro_batches=4, seq_len=2048, changes=GRANITE),
 )
 FAMILIES = {

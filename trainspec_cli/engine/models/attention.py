@@ -154,9 +154,11 @@ class Attention(nn.Module):
         self.out = nn.Linear(model.num_heads * head_dim, inputs, bias=False)
         self.q_norm = self.k_norm = None
         self.norms_heads = model.qk_norm_over == "head"
-        if model.qk_norm:
-            self.q_norm = make_norm(model, head_dim * (1 if self.norms_heads else model.num_heads))
-            self.k_norm = make_norm(model, head_dim * (1 if self.norms_heads else model.num_kv_heads))
+        if model.qk_norm and self.norms_heads:
+            self.q_norm, self.k_norm = make_norm(model, head_dim), make_norm(model, head_dim)
+        elif model.qk_norm:
+            self.q_norm = make_norm(model, model.num_heads * head_dim, over_heads=True)
+            self.k_norm = make_norm(model, model.num_kv_heads * head_dim, over_heads=True)
         self.sinks = nn.Parameter(torch.empty(model.num_heads)) if model.attention_sinks else None
 
     def forward(

@@ -29,6 +29,51 @@ class RMSNorm(nn.RMSNorm):
         return self.rms_norm(x, self.weight + self.offset if self.offset else self.weight, self.eps)
 
 
+class NormOverHeads(RMSNorm):
+    """An RMSNorm of queries or keys that covers all heads together, which tensor parallelism may split (OLMo 2)."""
+
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """Sums in place over the ranks that have the other heads; set externally. None: this rank has all heads."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__(size, eps=eps)
+        self.whole_size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.sum_over_ranks is None else _normalise_heads(x, self.weight, self)
+
+
+class _NormOverHeads(torch.autograd.Function):
+    """The norm of a part of the heads: in each direction, the ranks sum one value per token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: NormOverHeads) -> Tensor:
+        assert norm.sum_over_ranks is not None
+        wide = precise(x)
+        mean_square = norm.sum_over_ranks(wide.square().sum(-1, keepdim=True)) / norm.whole_size
+        inverse = (mean_square + norm.eps).rsqrt()
+        ctx.norm = norm
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).mul_(weight + norm.offset).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        norm = ctx.norm
+        normal = precise(x) * inverse
+        dy = precise(dy)
+        to_weight = (dy * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        to_normal = dy * (weight + norm.offset)
+        mean = norm.sum_over_ranks((to_normal * normal).sum(-1, keepdim=True)) / norm.whole_size
+        return to_normal.addcmul_(normal, mean, value=-1).mul_(inverse).to(x.dtype), to_weight, None
+
+
+@torch.compiler.disable
+def _normalise_heads(x: Tensor, weight: Tensor, norm: NormOverHeads) -> Tensor:
+    return _NormOverHeads.apply(x, weight, norm)
+
+
 class LayerNorm(nn.LayerNorm):
     offset = 0.0
 
@@ -37,11 +82,11 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, self.bias, self.eps)
 
 
-def make_norm(model: DecoderModel, size: int) -> RMSNorm | LayerNorm:
-    """Return a norm of the model's kind for rows of `size` elements."""
+def make_norm(model: DecoderModel, size: int, *, over_heads: bool = False) -> RMSNorm | LayerNorm:
+    """Return a norm of the model's kind for rows of `size` elements; `over_heads`: they are all heads together."""
     norm: RMSNorm | LayerNorm
     if model.norm == "rms":
-        norm = RMSNorm(size, eps=model.norm_eps)
+        norm = (NormOverHeads if over_heads else RMSNorm)(size, eps=model.norm_eps)
     else:
         norm = LayerNorm(size, eps=model.norm_eps, bias=model.norm_bias)
     norm.offset = 1.0 if model.norm_offset else 0.0

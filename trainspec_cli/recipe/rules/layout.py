@@ -49,8 +49,9 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
         size = getattr(spec.model, field, 0)
         if size % tp:
             yield _indivisible("tp", tp, f"model.{field}", size)
-    if isinstance(spec.model, DecoderModel) and spec.model.qk_norm and spec.model.qk_norm_over == "all":
-        yield _spread_alone("tp", "it splits heads, but the norm of queries and keys covers all of them together")
+    model = spec.model
+    if isinstance(model, DecoderModel) and model.qk_norm and model.qk_norm_over == "all" and model.norm == "layer":
+        yield _spread_alone("tp", "it splits heads, but a LayerNorm of queries and keys covers all of them together")
     if spec.layout.sequence_parallel:
         # Each cp rank has part of the sequence, which the tp ranks divide further.
         yield from _sequence(spec, size_of(spec.layout, "cp") * tp, "cp x tp")
