@@ -61,6 +61,7 @@ _TRUNK = {
     ),
     "list": Command("recipes", "list recipes and the options of every group: models, clusters, optimizers, ..."),
     "show": Command("recipes", "print a composed recipe, or what differs from another", takes_keys=True),
+    "new": Command("recipes", "describe your own model, accelerator, cluster or recipe in a commented file"),
     "validate": Command("recipes", "find all problems in a recipe", takes_keys=True),
     "explain": Command("recipes", "explain a key of a recipe: its meaning and allowed values"),
     "schema": Command("recipes", "print the JSON Schema that editors use to check and complete recipes"),

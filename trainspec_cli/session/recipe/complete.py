@@ -56,6 +56,16 @@ def complete_model(data: JsonObject, unchosen: frozenset[str], *, to_run: bool =
     return failed([Problem("missing_value", message, "model", hint)])
 
 
+def complete_head_dim(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
+    """Return `model.head_dim`, if it is not set: the hidden size divided by the number of heads."""
+    model = section_of(data, "model")
+    hidden, heads = model.get("hidden_size"), model.get("num_heads")
+    is_open = model.get("family", "decoder") == "decoder" and model.get("head_dim", MISSING) == MISSING
+    if not is_open or type(hidden) is not int or type(heads) is not int or heads < 1 or hidden % heads:
+        return Completion({}, "")
+    return Completion({"model": {"head_dim": hidden // heads}}, "model.num_heads")
+
+
 def check_weights(spec: RunSpec) -> Iterable[Problem]:
     """Return problems if the checkpoint in `init.from` does not contain the model's weights."""
     if spec.init.from_ is None:

@@ -135,6 +135,7 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     from trainspec_cli.session.recipe.complete import (
         absolute_code,
         check_weights,
+        complete_head_dim,
         complete_model,
         complete_steps,
         complete_warmup,
@@ -142,7 +143,7 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
 
     aside = () if to_run else OF_PLANNING
     completes: list[Complete] = [*absolute_code(cwd), partial(complete_model, to_run=to_run)]
-    completes += [complete_steps, complete_warmup]
+    completes += [complete_head_dim, complete_steps, complete_warmup]
     composed = compose_arguments(arguments, cwd, completes, aside)
     draft, mistyped = build(RunSpec, composed.data)
     # Rules skip UNKNOWN values. A recipe or option that was not found is therefore reported once, instead of once for
