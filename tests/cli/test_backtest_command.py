@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.validation import backtest as backtest_module
+from trainspec_cli.planner.validation import table as table_module
+from trainspec_cli.planner.validation.columns import COLUMNS, EXAMPLE
 
 TABLE = Path(__file__).parents[1] / "data" / "measured" / "throughput.csv"
 
@@ -114,3 +118,35 @@ def test_an_efficiency_is_a_number_above_0(
     (tmp_path / "p.yaml").write_text(f"efficiency:\n  {name}: {value}\n")
     assert run(["backtest", str(table), "--profile", str(tmp_path / "p.yaml"), "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["errors"][0]["code"] == "wrong_profile"
+
+
+def test_a_template_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "own.csv"
+    assert run(["backtest", "--template", str(file)]) == 0
+    capsys.readouterr()
+    assert run(["backtest", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["summary"]["judged"] == 1
+    before = file.read_bytes()
+    assert run(["backtest", "--template", str(file)]) == 2 and file.read_bytes() == before
+
+
+def test_columns_that_nobody_reads_are_refused(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = table.read_text()
+    table.write_text(text.replace("tokens_s_gpu", "tokens_per_gpu", 1))
+    assert run(["backtest", str(table), "--json"]) == 2
+    (problem,) = json.loads(capsys.readouterr().out)["errors"]
+    assert (problem["code"], problem["line"]) == ("unknown_key", 1) and "tokens_per_gpu" in problem["message"]
+
+
+def test_derived_figures_do_not_suffice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "own.csv"
+    row = {**EXAMPLE, "tokens_s_gpu": "", "mfu_pct": "45"}
+    file.write_text(f"{','.join(row)}\n{','.join(row.values())}\n")
+    assert run(["backtest", str(file), "--json"]) == 0
+    assert "mfu_pct" in json.loads(capsys.readouterr().out)["rows"][0]["refused"]
+
+
+def test_every_column_that_is_read_is_described() -> None:
+    read = "".join(Path(module.__file__ or "").read_text() for module in (table_module, backtest_module))
+    columns = set(re.findall(r'(?:row\.get\(|number\(row, |need\(row, |whole\(row, |row\[)"(\w+)"', read))
+    assert len(columns) > 40 and columns <= COLUMNS.keys()

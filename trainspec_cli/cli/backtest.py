@@ -14,22 +14,31 @@ from trainspec_cli.core.reading.yaml_file import read_yaml
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.validation.backtest import FITTED_SOURCES, fit_table, report
 from trainspec_cli.planner.validation.backtest import backtest as run_backtest
+from trainspec_cli.planner.validation.columns import COLUMNS
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.reporter.backtest import render_backtest, render_scatter
-from trainspec_cli.session.calibration.table import read_rows
+from trainspec_cli.session.calibration.table import read_rows, write_template
 
 
 def backtest(
-    file: Annotated[Path, typer.Argument(help="The table, with columns as in tests/data/measured/throughput.csv.")],
+    file: Annotated[Path, typer.Argument(help="The table; --template prints its columns.")],
     as_json: AsJson = False,
     fit: Annotated[Path | None, typer.Option(help="Write efficiencies fitted to the rows to this YAML file.")] = None,
     profile: Annotated[Path | None, typer.Option(help="Predict with the efficiencies in this YAML file.")] = None,
+    template: Annotated[
+        bool, typer.Option("--template", help="Write a table with an example row to FILE, and print all columns.")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Plot predicted against measured step times to this SVG file.")
     ] = None,
 ) -> None:
     """Predict every row with exactly the layout given in it, and print the errors by source, model and chip."""
+    if template:
+        write_template(file)
+        width = max(map(len, COLUMNS))
+        print("\n".join([f"wrote {file}", "", *(f"{name:<{width}}  {about}" for name, about in COLUMNS.items())]))
+        return
     if profile is None:
         eff = Efficiency()
     else:

@@ -35,6 +35,8 @@ class NormOverHeads(RMSNorm):
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
     """Sums in place over the ranks that have the other heads; set externally. None: this rank has all heads."""
 
+    eps: float
+
     def __init__(self, size: int, eps: float):
         super().__init__(size, eps=eps)
         self.whole_size = size

@@ -14,7 +14,7 @@ from trainspec_cli.core.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import VERSION_KEY, UnreadableFileError, read_text, show_kind, unreadable
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
-from trainspec_cli.recipe.keys.model import ModelSpec
+from trainspec_cli.recipe.keys.model import ModelSpec, derive_head_dim
 from trainspec_cli.recipe.records import choose_section, from_plain
 
 REFERENCE_W_PER_TFLOP = 0.7
@@ -370,6 +370,8 @@ def _model(values: JsonObject) -> ModelSpec | None:
     known = without_defaults(values)
     if known.get("family", "auto") == "auto":
         return None
+    if head_dim := derive_head_dim(known):
+        known |= {"head_dim": head_dim}
     model: ModelSpec = from_plain(cast("Any", choose_section(ModelSpec, known)), known)
     return model
 

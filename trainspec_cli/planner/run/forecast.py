@@ -330,7 +330,8 @@ def gather_assumptions(spec: RunSpec, candidate: Candidate) -> tuple[Assumption,
 
 def _step_time_knowledge(spec: RunSpec) -> tuple[float, str]:
     """Return (the uncertainty factor of a predicted step time, its source)."""
-    chips = [pool.accelerator for pool in spec.cluster.pools] or [spec.cluster.accelerator]
+    chips: list[AcceleratorSpec | None] = [pool.accelerator for pool in spec.cluster.pools]
+    chips = chips or [spec.cluster.accelerator]
     new = [chip.name for chip in chips if chip and chip.vendor != "cpu" and chip.name not in MEASURED_CHIPS]
     if new:
         return UNMEASURED_CHIP_WITHIN, f"predicted; no measured run of {', '.join(new)} stands behind it"

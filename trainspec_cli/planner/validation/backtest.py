@@ -22,6 +22,7 @@ from trainspec_cli.planner.memory.predict import (
 )
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
 from trainspec_cli.planner.time.step import estimate_step
+from trainspec_cli.planner.validation.columns import DERIVED, MEASURED
 from trainspec_cli.planner.validation.table import Row, RowRefused, Stated, framework_of, number, state
 from trainspec_cli.recipe.results.tables import BacktestReport, BacktestSummary, ErrorSummary, PredictedRow, Ranking
 
@@ -167,6 +168,8 @@ def backtest(rows: Iterable[Row], eff: Efficiency) -> Backtest:
 
 def predict(row: Row, eff: Efficiency) -> Prediction:
     try:
+        if any(row.get(name) for name in DERIVED) and not any(row.get(name) for name in MEASURED):
+            raise RowRefused(f"{' and '.join(DERIVED)} are not compared: give tokens_s_gpu or step_time_s")
         stated = state(row)
         setup = close_recompute(stated)
         step = estimate_step(setup, eff).total_s

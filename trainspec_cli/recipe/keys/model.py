@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeGuard
 
-from trainspec_cli.recipe.field_types import NonNegativeFloat, NonNegativeInt, Option, PositiveFloat, PositiveInt, Range
+from trainspec_cli.recipe.field_types import (
+    MISSING,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Option,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+)
 
 # Model components and fixed layer sizes, which the engine uses to build models, and the planner to predict their cost.
 
@@ -600,6 +608,16 @@ class ConvModel:
 
 TextModel = DecoderModel | HybridModel
 ModelSpec = TextModel | OwnModel | ConvModel
+
+
+def derive_head_dim(model: Mapping[str, object]) -> int | None:
+    """Return the width of a head of a decoder that does not state it, given the keys of its section: the hidden size
+    divided by the number of heads. None if it is stated or cannot be derived."""
+    hidden, heads = model.get("hidden_size"), model.get("num_heads")
+    is_open = model.get("family", "decoder") == "decoder" and model.get("head_dim", MISSING) == MISSING
+    if not is_open or type(hidden) is not int or type(heads) is not int or heads < 1 or hidden % heads:
+        return None
+    return hidden // heads
 
 
 def has_layer_list(model: ModelSpec) -> TypeGuard[DecoderModel | HybridModel]:

@@ -252,7 +252,7 @@ def engine_label(plan: PlanReport) -> str:
     spec = plan.spec
     framework = spec.framework
     chip = spec.cluster.accelerator
-    formats = spec.precision.compute
+    formats: str = spec.precision.compute
     if formats == "auto":
         formats = "fp16" if chip and not chip.bf16_tflops else "bf16"
     if spec.precision.matmul != "compute":

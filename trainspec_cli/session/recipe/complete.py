@@ -15,7 +15,7 @@ from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.reading.files import expand
 from trainspec_cli.recipe.compose.compose import NAMES, SECTION, Complete, Completion, given
 from trainspec_cli.recipe.field_types import MISSING
-from trainspec_cli.recipe.keys.model import AUTO_FAMILY
+from trainspec_cli.recipe.keys.model import AUTO_FAMILY, derive_head_dim
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import UnknownTouched, build
 from trainspec_cli.recipe.rules.check import WING_KEYS
@@ -57,13 +57,8 @@ def complete_model(data: JsonObject, unchosen: frozenset[str], *, to_run: bool =
 
 
 def complete_head_dim(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
-    """Return `model.head_dim`, if it is not set: the hidden size divided by the number of heads."""
-    model = section_of(data, "model")
-    hidden, heads = model.get("hidden_size"), model.get("num_heads")
-    is_open = model.get("family", "decoder") == "decoder" and model.get("head_dim", MISSING) == MISSING
-    if not is_open or type(hidden) is not int or type(heads) is not int or heads < 1 or hidden % heads:
-        return Completion({}, "")
-    return Completion({"model": {"head_dim": hidden // heads}}, "model.num_heads")
+    head_dim = derive_head_dim(section_of(data, "model"))
+    return Completion({"model": {"head_dim": head_dim}}, "model.num_heads") if head_dim else Completion({}, "")
 
 
 def check_weights(spec: RunSpec) -> Iterable[Problem]:

@@ -127,12 +127,11 @@ def new_file(
         if wrong:
             raise RecipeError(wrong)
         values[key] = typed.value
+    named: JsonObject = {"family": "decoder"} if kind == "model" and not defaults else {}
     if kind != RECIPE:
-        values = {"name": name} | values
-        _check(found, values, texts)
-    if kind == "model" and not defaults:
-        values = {"family": "decoder"} | values
-    write_text(path, _render(found, kind, name, values, defaults))
+        named["name"] = name
+        _check(found, named | values, texts)
+    write_text(path, _render(found, kind, name, named | values, defaults))
     return path, found.then.format(name=name)
 
 
@@ -186,12 +185,10 @@ def _render(kind: Kind, kind_name: str, name: str, values: JsonObject, defaults:
             section[leaf] = value
     lines += _lines(kind, nested)
     for key in kind.offered if not defaults else ():
-        section, dot, leaf = key.partition(".")
-        if section not in nested:
-            default = f"{leaf}: {_explain(kind, key).default}"
-            lines.append(
-                _line(f"# {section}: {{{default}}}" if dot else f"# {section}: {default[len(leaf) + 2 :]}", kind, key)
-            )
+        first, dot, leaf = key.partition(".")
+        if first not in nested:
+            default = _explain(kind, key).default or "..."
+            lines.append(_line(f"# {first}: {f'{{{leaf}: {default}}}' if dot else default}", kind, key))
     return "\n".join(lines) + "\n"
 
 
@@ -210,7 +207,7 @@ def _line(text: str, kind: Kind, key: str) -> str:
 
 
 def _dump(value: JsonValue) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").rstrip()
+    return str(yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n")).rstrip()
 
 
 def _explain(kind: Kind, key: str) -> KeyMeaning:

@@ -1,0 +1,83 @@
+"""The columns of a table of measured runs, for `trainspec backtest` and `trainspec calibrate`."""
+
+from __future__ import annotations
+
+COLUMNS = {
+    "source": "who measured the run; errors are printed by source",
+    "table": "the table in which the source published it",
+    "year": "year of the run, which decides the version of the framework",
+    "task": "pretrain, sft or lora",
+    "family": "dense, moe, hybrid or cnn",
+    "framework": "the training framework: trainspec list framework",
+    "model": "name of a model in conf/model; not needed if its sizes are given",
+    "params_b": "parameters in billions",
+    "layers": "number of layers",
+    "hidden": "width of the hidden state",
+    "heads": "number of attention heads",
+    "kv_heads": "number of key and value heads; empty: as many as heads",
+    "head_dim": "width of a head; empty: hidden / heads",
+    "ffn": "width of the feed-forward",
+    "gated_mlp": "1 if the feed-forward has three matrices (SwiGLU), 0 if two",
+    "vocab": "vocabulary size",
+    "n_experts": "number of routed experts",
+    "top_k": "experts per token",
+    "shared_experts": "number of shared experts",
+    "moe_ffn": "width of an expert",
+    "seq_len": "tokens per sample",
+    "gpu": "name of a chip in conf/accelerator (required)",
+    "n_gpus": "number of devices (required)",
+    "gpus_per_node": "devices per node; empty: 8",
+    "intra_node": "how the devices of a node are connected, such as NVLink or PCIe",
+    "interconnect": "how nodes are connected, such as `8x400 Gbps/node`",
+    "dtype": "bf16, fp16, fp8, mxfp8, nvfp4, tf32 or fp32",
+    "tp": "tensor parallelism",
+    "sp": "1 for sequence parallelism",
+    "pp": "pipeline parallelism",
+    "vpp": "pipeline stages per rank (interleaved)",
+    "pp_schedule": "1f1b, interleaved, gpipe, zero_bubble or zbv",
+    "cp": "context parallelism",
+    "ep": "expert parallelism",
+    "dp": "data parallelism; empty: the remaining devices",
+    "dp_mode": "ddp, zero1, zero2, zero3, fsdp or hsdp",
+    "shard_group": "devices that share one copy of the parameters (hsdp)",
+    "mbs": "samples per micro-batch",
+    "gbs": "samples per step, over all devices",
+    "grad_accum": "micro-batches per step; instead of gbs",
+    "act_ckpt": "recomputation: none, selective or full; empty: unknown",
+    "compile": "1 if compiled with torch.compile",
+    "tokens_s_gpu": "measured: tokens per second per device",
+    "samples_s_gpu": "measured: samples per second per device",
+    "step_time_s": "measured: seconds per step",
+    "peak_mem_gib": "measured: peak memory of a device, in GiB",
+    "mem_kind": "what the peak counts: allocated, reserved or device",
+    "metric": "measured, in tables of memory: which figure `value` is",
+    "value": "measured, in tables of memory",
+    "unit": "unit of `value`, such as GiB",
+    "config_complete": "0 if the source leaves out a part of the configuration; such rows do not count",
+    "fit_ok": "0 if the row should not count",
+    "id": "name of the row",
+    "notes": "remarks",
+}
+"""Column -> its meaning. Those without `required` may be missing or empty; what is then assumed is printed."""
+NOT_READ = ("source_ref", "active_params_b", "offload", "metric_primary", "evidence", "flops_kind", "hfu_pct")
+"""Columns of the shipped tables that describe a row without affecting its prediction."""
+DERIVED = ("tflops_gpu", "mfu_pct")
+"""Measured figures that sources count in different ways. They are not compared, so they do not suffice."""
+MEASURED = ("step_time_s", "samples_s_gpu", "tokens_s_gpu", "peak_mem_gib", "value")
+EXAMPLE = {
+    "source": "ours",
+    "framework": "trainspec",
+    "model": "llama3_8b",
+    "seq_len": "8192",
+    "gpu": "H100-SXM-80GB",
+    "n_gpus": "8",
+    "dtype": "bf16",
+    "dp_mode": "fsdp",
+    "mbs": "1",
+    "gbs": "64",
+    "act_ckpt": "none",
+    "compile": "1",
+    "tokens_s_gpu": "9000",
+    "notes": "an example, not a measurement",
+}
+"""A row of the table that `--template` writes."""
