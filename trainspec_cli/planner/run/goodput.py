@@ -26,9 +26,10 @@ from trainspec_cli.run.recovery.nodes import NodesDecision, SimulatedSupervisor,
 
 MAX_FAILURES = 1000
 """A simulation stops after this many failures, when its goodput is known to within one percent."""
-ENOUGH_OF_MANY = 300
+ENOUGH_OF_MANY = 100
 """The limit for each of many simulations. Fewer failures suffice, because the failure rates are more uncertain than the
-cost of a failure."""
+cost of a failure: for Llama 3 405B on 16,384 H100, goodput is within 0.6% of that with 1,000 failures (1.4% with
+replica groups)."""
 NORMAL_90 = 1.645
 """Number of standard deviations on either side of the mean that contain 90% of a normal distribution."""
 
