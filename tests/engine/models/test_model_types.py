@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.huggingface.config import MODEL_TYPES, differences, model_type, read_model, write_config
 from trainspec_cli.data.huggingface.folder import open_weights, read_config
 from trainspec_cli.data.huggingface.safetensors import parameters, places_of, read_header
@@ -22,6 +23,7 @@ from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.records import build
 
 transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 
 SEQ_LEN = 40
 SIZES = {
@@ -37,6 +39,7 @@ LOCAL = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16, "beta_fast": 4.0,
 }  # fmt: skip
+EXPERTS_EVERYWHERE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CASES: dict[str, list[dict[str, Any]]] = {
     "llama": [SIZES, SIZES | {"attention_bias": True, "mlp_bias": True}],
     "mistral": [WINDOW, WINDOW | {"sliding_window": None}],
@@ -83,6 +86,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "qwen2_moe": [SIZES | MOE | {"shared_expert_intermediate_size": 24}],
     "olmoe": [SIZES | MOE],
     "granitemoe": [SIZES | SCALES | {"num_local_experts": 4, "num_experts_per_tok": 2}],
+    "gpt_oss": [
+        WINDOW | EXPERTS_EVERYWHERE | {"rope_parameters": YARN | {"truncate": False}},
+        WINDOW | EXPERTS_EVERYWHERE | {"attention_bias": False, "swiglu_limit": 1.0, "rope_parameters": LOCAL},
+    ],
 }
 NUMBERED = [(kind, number) for kind, cases in CASES.items() for number in range(len(cases))]
 
@@ -177,3 +184,39 @@ def test_losses_of_training_are_those_of_transformers(kind: str, number: int, tm
             optimizer.step()
             found.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """The layout of the published gpt-oss folders: the experts' matrices in MXFP4, everything else in full."""
+    sizes = CASES["gpt_oss"][0] | {"hidden_size": 64, "intermediate_size": 32}
+    config = transformers.AutoConfig.for_model("gpt_oss", **sizes)
+    torch.manual_seed(0)
+    tensors = transformers.AutoModelForCausalLM.from_config(config).float().state_dict()
+    for name, stack in list(tensors.items()):
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, rows, columns = tensors.pop(name).shape
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(118, 124, (experts, columns, rows // 32), dtype=torch.uint8)
+        else:
+            tensors[name] = stack.contiguous()
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config.save_pretrained(tmp_path)
+    safetensors_torch.save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        attn_implementation="eager",
+        dtype=torch.float32,
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+    ).eval()
+    _, ours = load(tmp_path)
+    tokens = torch.randint(1, 96, (2, SEQ_LEN))
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, ours(tokens)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_weights_quantised_otherwise_are_refused() -> None:
+    with pytest.raises(RecipeError) as refused:
+        read_model({"model_type": "gpt_oss", **SIZES, "quantization_config": {"quant_method": "bitsandbytes"}}, "")
+    assert refused.value.problems[0].code == "unsupported"
+    assert "bitsandbytes" in refused.value.problems[0].message

@@ -12,7 +12,15 @@ from trainspec_cli.core.reading.files import UnreadableFileError, read_object
 from trainspec_cli.core.reading.hub_cache import hub_cache, hub_name
 from trainspec_cli.data.huggingface.config import model_type
 from trainspec_cli.data.huggingface.families import FAMILIES
-from trainspec_cli.data.huggingface.safetensors import HEAD, Shape, StoredTensor, open_checkpoint, tensor_shapes
+from trainspec_cli.data.huggingface.safetensors import (
+    HEAD,
+    PackedTensor,
+    Shape,
+    StoredTensor,
+    open_checkpoint,
+    pair_packed,
+    tensor_shapes,
+)
 from trainspec_cli.recipe.keys.model import DecoderModel
 
 CONFIG = "config.json"
@@ -50,14 +58,14 @@ def read_config(folder: Path, name: str = CONFIG) -> JsonObject:
         raise RecipeError(problem) from error
 
 
-def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
+def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor | PackedTensor]:
     """Return the tensors of `model`.
 
     Raises RecipeError, naming any tensors that are missing, unexpected or of the wrong shape, and MachineError if a
     file is damaged."""
     model_type(model)
     check_count(model)
-    entries = open_checkpoint(folder)
+    entries = pair_packed(open_checkpoint(folder))
     prefix = FAMILIES[model_type(model)].names.prefix
     if prefix and not any(name.startswith(prefix) for name in entries):
         entries = {name if name.startswith("lm_head.") else prefix + name: entry for name, entry in entries.items()}
@@ -75,7 +83,7 @@ def check_count(model: DecoderModel) -> None:
         raise RecipeError(Problem("out_of_range", message, "model.num_layers", hint))
 
 
-def find_faults(entries: Mapping[str, StoredTensor], model: DecoderModel, folder: Path) -> list[Problem]:
+def find_faults(entries: Mapping[str, StoredTensor | PackedTensor], model: DecoderModel, folder: Path) -> list[Problem]:
     shapes = {name: entry.shape for name, entry in entries.items()}
     return compare_tensors(tensor_shapes(model), shapes, {HEAD} if model.tied_embeddings else set(), folder)
 

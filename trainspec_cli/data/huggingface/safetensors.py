@@ -35,6 +35,8 @@ MAX_EXTENT = 2**53
 MAX_DIMS = 16
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """The formats that weights can be read from; others are quantised."""
+_PACKED = ("_blocks", "_scales")
+"""Endings of the names of MXFP4's tensors, which consist of bytes."""
 
 _COMPUTED = re.compile(r"^__metadata__$|rotary_emb\.inv_freq$|\.(attn|attention)\.(masked_)?bias$")
 """Entries that are ignored: tables and masks of old checkpoints can be computed from config.json."""
@@ -63,7 +65,27 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return math.prod(self.shape) * DTYPE_BYTES.get(self.dtype, 1)
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A stack of transposed matrices in MXFP4 (OCP Microscaling Formats): blocks of 32 numbers, each of 4 bits, that
+    share an exponent."""
+
+    numbers: StoredTensor
+    """(experts, columns, blocks, 16): two numbers per byte, the first one in the lower four bits."""
+    exponents: StoredTensor
+    """(experts, columns, blocks): the exponents of 2, plus 127."""
+
+    @property
+    def file(self) -> Path:
+        return self.numbers.file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, columns, blocks = self.exponents.shape
+        return experts, 32 * blocks, columns
 
 
 def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
@@ -81,6 +103,18 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     for name in names:
         entries |= read_header(folder / name)
     return entries
+
+
+def pair_packed(entries: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | PackedTensor]:
+    """Replace the two tensors of each MXFP4 tensor. Others, which no model has, keep their names."""
+    found: dict[str, StoredTensor | PackedTensor] = dict(entries)
+    for name, numbers in entries.items():
+        whole = name.removesuffix(_PACKED[0])
+        exponents = entries.get(whole + _PACKED[1])
+        if name != whole and exponents and (*exponents.shape, 16) == numbers.shape and len(numbers.shape) == 4:
+            del found[name], found[whole + _PACKED[1]]
+            found[whole] = PackedTensor(numbers, exponents)
+    return found
 
 
 def _read_index(file: Path) -> dict[str, str]:
@@ -121,7 +155,7 @@ def _entry(file: Path, name: str, entry: JsonValue, data_start: int) -> StoredTe
         raise ValueError(f"{name} is {show_kind(entry)}")
     described = read_record(HeaderEntry, entry)
     shape, (start, end) = described.shape, described.data_offsets
-    if described.dtype not in DTYPE_BYTES:
+    if described.dtype not in DTYPE_BYTES and not (described.dtype == "U8" and name.endswith(_PACKED)):
         message = f"{file}: {name} is of type {described.dtype}; supported are {', '.join(DTYPE_BYTES)}"
         raise RecipeError(Problem("unsupported", message, "init.from", "use a checkpoint that is not quantised"))
     # Check the dimensions before computing their product, which an untrusted header could make arbitrarily large.
@@ -182,6 +216,9 @@ class Piece:
     tensor is transposed.)"""
     stacked: bool = False
     """True if the tensor has the parameter's dimension of experts."""
+    lane: tuple[int, int] | None = None
+    """(k, n): the box is every n-th element of the tensor's last dimension, from the k-th on. The elements in between
+    belong to other boxes."""
 
     @property
     def tensor_shape(self) -> Shape:
@@ -197,6 +234,8 @@ class Piece:
             tensor = tensor.swapaxes(-1, -2)
         if self.row is not None:
             tensor = tensor[self.row : self.row + self.shape[0]]
+        if self.lane is not None:
+            tensor = tensor[..., self.lane[0] :: self.lane[1]]
         return tensor.reshape(self.shape)
 
     def overlap(self, start: Shape, shape: Shape) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
@@ -262,6 +301,8 @@ def stored_shape(places: Places) -> Shape:
     """Return the shape of the tensor that consists of these pieces."""
     _, piece = places[0]
     shape = piece.tensor_shape
+    if piece.lane is not None:
+        return (*shape[:-1], shape[-1] * piece.lane[1])
     if piece.row is None:
         return shape
     rows = sum(one.shape[0] for _, one in places)
@@ -311,6 +352,8 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
         for name, heads in (("attention.q_norm", model.num_heads), ("attention.k_norm", model.num_kv_heads)):
             size = head * (heads if model.qk_norm_over == "all" else 1)
             yield from _norm(model, f"{ours}.{name}", f"{theirs}.{named[name]}", size)
+    if model.attention_sinks:
+        yield _whole(f"{ours}.attention.sinks", f"{theirs}.{named['attention.sinks']}", (model.num_heads,))
     yield from norm("attention_out_norm", of_attention.after)
     yield from norm("ffn_norm", of_ffn.before)
     yield from norm("ffn_out_norm", of_ffn.after)
@@ -331,11 +374,28 @@ def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Itera
     rows = range(experts.num_experts)
     up_shape, down_shape = (experts.num_experts, hidden, 2 * width), (experts.num_experts, width, hidden)
     yield _whole(f"{ours}.router.weight", f"{theirs}.{names.router}.weight", (experts.num_experts, hidden))
+    if experts.bias:
+        yield _whole(f"{ours}.router.bias", f"{theirs}.{names.router}.bias", (experts.num_experts,))
     if len(names.experts) == 2:  # all experts in one tensor
         both, down = names.experts
-        for name, tensor, stacked in (("up", both, up_shape), ("down", down, down_shape)):
-            stack = Piece(f"{theirs}.{tensor}", (0, 0, 0), stacked, transposed=True, stacked=True)
-            yield Parameter(f"{ours}.experts.{name}", stacked, (stack,))
+
+        def halves_of(tensor: str, *shape: int) -> Iterator[Piece]:
+            """Gate and linear half, whose columns alternate in the tensor."""
+            for number, at in enumerate((0, width)):
+                yield Piece(tensor, (*(0 for _ in shape), at), (*shape, width), lane=(number, 2))
+
+        if names.alternating:
+            ups = halves_of(f"{theirs}.{both}", experts.num_experts, hidden)
+            yield Parameter(f"{ours}.experts.up", up_shape, tuple(ups))
+            yield _whole(f"{ours}.experts.down", f"{theirs}.{down}", down_shape)
+        else:
+            for name, tensor, stacked in (("up", both, up_shape), ("down", down, down_shape)):
+                stack = Piece(f"{theirs}.{tensor}", (0, 0, 0), stacked, transposed=True, stacked=True)
+                yield Parameter(f"{ours}.experts.{name}", stacked, (stack,))
+        if experts.bias:
+            biases = halves_of(f"{theirs}.{both}_bias", experts.num_experts)
+            yield Parameter(f"{ours}.experts.up_bias", (up_shape[0], up_shape[2]), tuple(biases))
+            yield _whole(f"{ours}.experts.down_bias", f"{theirs}.{down}_bias", (down_shape[0], hidden))
     else:
         gate, up, down = names.experts
 

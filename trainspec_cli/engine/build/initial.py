@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.data.huggingface.folder import list_names, open_weights
-from trainspec_cli.data.huggingface.safetensors import Piece, StoredTensor, parameters
+from trainspec_cli.data.huggingface.safetensors import PackedTensor, Piece, StoredTensor, parameters
 from trainspec_cli.data.weights.folder import open_other
 from trainspec_cli.data.weights.stored import PartedTensor
 from trainspec_cli.engine.build.train_state import TrainState
@@ -52,7 +52,10 @@ def load_initial(plan: Plan, state: TrainState) -> None:
 
 @torch.no_grad()
 def load_tensors(
-    folder: Path, entries: Mapping[str, StoredTensor | PartedTensor], model: DecoderModel, shares: Sequence[Share]
+    folder: Path,
+    entries: Mapping[str, StoredTensor | PackedTensor | PartedTensor],
+    model: DecoderModel,
+    shares: Sequence[Share],
 ) -> None:
     """Load the weights in `folder`. Files are memory-mapped, so a rank reads only the pages that contain its parts.
     Raises a MachineError that lists the tensors with non-finite values."""
@@ -74,7 +77,7 @@ class MappedTensors:
     """Tensors read from files. A tensor in a safetensors file is a view of the memory-mapped file; any other tensor is
     assembled from its parts."""
 
-    def __init__(self, entries: Mapping[str, StoredTensor | PartedTensor]):
+    def __init__(self, entries: Mapping[str, StoredTensor | PackedTensor | PartedTensor]):
         self._entries = entries
         self._files: dict[Path, Tensor] = {}
 
@@ -104,9 +107,14 @@ class MappedTensors:
                 numbers = self._numbers(held.file, held.start, held.span_bytes, DTYPES[held.dtype])
                 box = tuple(slice(at, at + size) for at, size in zip(part.start, held.shape, strict=True))
                 tensor[box] = numbers.as_strided(held.shape, held.strides)
+        elif isinstance(entry, PackedTensor):
+            tensor = unpack(*(self._whole(held, torch.uint8) for held in (entry.numbers, entry.exponents)))
         else:
-            tensor = self._numbers(entry.file, entry.start, entry.bytes, DTYPES[entry.dtype]).view(entry.shape)
+            tensor = self._whole(entry, DTYPES[entry.dtype])
         return piece.part_of(tensor)
+
+    def _whole(self, entry: StoredTensor, dtype: torch.dtype) -> Tensor:
+        return self._numbers(entry.file, entry.start, entry.bytes, dtype).view(entry.shape)
 
     def _numbers(self, file: Path, start: int, size: int, dtype: torch.dtype) -> Tensor:
         if file not in self._files:
@@ -115,3 +123,17 @@ class MappedTensors:
         content = self._files[file][start : start + size]
         # Multi-byte numbers must be aligned in memory, but in a file they may not be.
         return (content.clone() if start % dtype.itemsize else content).view(dtype)
+
+
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers with 2 bits of exponent and 1 bit of mantissa, without their sign."""
+
+
+def unpack(numbers_EFB16: Tensor, exponents_EFB: Tensor) -> Tensor:
+    """Return the matrices (E, D, F) of a tensor in MXFP4, in bf16, which represents them exactly."""
+    values = torch.tensor([sign * value for sign in (1, -1) for value in FP4_VALUES], dtype=torch.bfloat16)
+    matrices_EFD = []
+    for numbers, exponents in zip(numbers_EFB16, exponents_EFB, strict=True):  # indices take 8 times as much memory
+        pairs = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)
+        matrices_EFD.append(torch.ldexp(values[pairs.int()], exponents.int()[..., None] - 127).flatten(-2))
+    return torch.stack(matrices_EFD).swapaxes(-1, -2)

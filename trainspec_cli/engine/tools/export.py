@@ -243,6 +243,8 @@ def reader(model: DecoderModel, read: Callable[[Sequence[Parameter]], Mapping[st
 def assemble(places: Places, full: Mapping[str, Tensor]) -> Tensor:
     """Return the Hugging Face tensor that consists of these pieces of full parameters."""
     boxes = [cut(full[parameter.name], piece) for parameter, piece in places]
+    if places[0][1].lane is not None:
+        return torch.stack(boxes, dim=-1).flatten(-2)
     return boxes[0] if len(boxes) == 1 else torch.cat(boxes, dim=1 if places[0][1].transposed else 0)
 
 
