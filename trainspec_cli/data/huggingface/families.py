@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.recipe.keys.model import DecoderModel, RopeScaling
@@ -62,8 +62,8 @@ class Rule:
     def read(self, config: JsonObject, model: JsonObject) -> None:
         """Add fields to `model`, which holds what the rules before this one have read."""
 
-    def write(self, model: DecoderModel, config: JsonObject) -> None:
-        """Add keys to `config`."""
+    def write(self, model: Any, config: JsonObject) -> None:
+        """Add keys to `config`. `model` is of the type's family."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Key(Rule):
             value = self.default(model) if callable(self.default) else self.default
         model[self.field] = value
 
-    def write(self, model: DecoderModel, config: JsonObject) -> None:
+    def write(self, model: object, config: JsonObject) -> None:
         config[self.name] = getattr(model, self.field)
 
 
@@ -107,7 +107,7 @@ class ValueMap(Rule):
             raise UnreadableValueError(f"{self.name} {value!r}; supported are {known}")
         model[self.field] = self.values[value]
 
-    def write(self, model: DecoderModel, config: JsonObject) -> None:
+    def write(self, model: object, config: JsonObject) -> None:
         value = getattr(model, self.field)
         config[self.name] = next((key for key, one in self.values.items() if one == value), None)
 
@@ -124,7 +124,7 @@ class Only(Rule):
         if config.get(self.name) not in (*self.values, None):
             raise UnreadableValueError(f"{self.name} {config[self.name]!r}, which the engine's models do not support")
 
-    def write(self, model: DecoderModel, config: JsonObject) -> None:
+    def write(self, model: object, config: JsonObject) -> None:
         if self.values[0] is not None:
             config[self.name] = self.values[0]
 
@@ -457,6 +457,8 @@ class Names:
     shared: str = "shared_expert"
     prefix: str = ""
     """The beginning of all names but the head's, which some published folders leave out."""
+    merged: int = 1
+    """Number of the engine's layers that are one layer of the type."""
     two_norms: Mapping[str, str] = field(default_factory=dict)
     """Other names in models whose attention and feed-forward have a norm each, side by side."""
 
@@ -545,6 +547,7 @@ class HubType:
     architecture: str
     rules: tuple[Rule, ...]
     names: Names = Names(LLAMA)
+    family: Literal["decoder", "hybrid"] = "decoder"
 
 
 def _sizes(**keys: str) -> tuple[Rule, ...]:

@@ -23,9 +23,9 @@ from trainspec_cli.core.reading.files import (
     read_object,
     show_kind,
 )
-from trainspec_cli.data.huggingface.config import model_type
-from trainspec_cli.data.huggingface.families import FAMILIES, Names
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.data.huggingface.config import HUB_TYPES, model_type
+from trainspec_cli.data.huggingface.families import Names
+from trainspec_cli.recipe.keys.model import CONV_TAPS, DecoderModel, HybridModel, TextModel
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.records import read_record, to_plain
 
@@ -185,7 +185,7 @@ def _damaged(file: Path, what: str) -> MachineError:
     return MachineError(f"{file} {what}", code="bad_checkpoint", hint="download it again")
 
 
-# The tensors of a Hugging Face checkpoint that make up each parameter of the engine's decoder. The table is used in
+# The tensors of a Hugging Face checkpoint that make up each parameter of the engine's model. The table is used in
 # both directions: loading fills parameters from tensors, exporting splits parameters into them. Most tensors hold a
 # complete parameter. A routed expert's matrices are parts of a parameter, and are transposed. LoRA adapters use PEFT's
 # names, and have an adapter_config.json.
@@ -219,10 +219,14 @@ class Piece:
     lane: tuple[int, int] | None = None
     """(k, n): the box is every n-th element of the tensor's last dimension, from the k-th on. The elements in between
     belong to other boxes."""
+    is_conv: bool = False
+    """True if the tensor has a dimension of size 1 after the first, as those of depthwise convolutions."""
 
     @property
     def tensor_shape(self) -> Shape:
         """Return the shape of the box in the file, which has no expert dimension unless experts are stacked."""
+        if self.is_conv:
+            return (self.shape[0], 1, *self.shape[1:])
         if not self.transposed:
             return self.shape
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
@@ -264,10 +268,10 @@ class Parameter:
         return math.prod(self.shape)
 
 
-def parameters(model: DecoderModel) -> list[Parameter]:
+def parameters(model: TextModel) -> list[Parameter]:
     """Return every parameter of `model`, in checkpoint order. The model must be one that `config.model_type`
     supports."""
-    names = FAMILIES[model_type(model)].names
+    names = HUB_TYPES[model_type(model)].names
     hidden = model.hidden_size
     vocab = model.vocab_size
     found = [_whole("embed.weight", f"{names.embed}.weight", (vocab, hidden))]
@@ -275,12 +279,12 @@ def parameters(model: DecoderModel) -> list[Parameter]:
         shape = (model.learned_positions, hidden)
         found.append(_whole("position_embed.weight", f"{names.positions}.weight", shape))
     for layer in range(model.num_layers):
-        found += _layer(model, layer, names)
-    found += _norm(model, "norm", names.norm, hidden)
+        found += _hybrid_layer(model, layer, names) if isinstance(model, HybridModel) else _layer(model, layer, names)
+    found += _norm(model.as_decoder, "norm", names.norm, hidden)
     return found if model.tied_embeddings else [*found, _whole("head.weight", f"{names.head}.weight", (vocab, hidden))]
 
 
-def tensor_shapes(model: DecoderModel) -> dict[str, Shape]:
+def tensor_shapes(model: TextModel) -> dict[str, Shape]:
     """Return the shape of every tensor in a checkpoint of `model`, by name."""
     return {name: stored_shape(places) for name, places in places_of(parameters(model)).items()}
 
@@ -367,6 +371,51 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
         yield _whole(f"{ours}.ffn_bias", f"{theirs}.{named['ffn.down']}.bias", (hidden,))
 
 
+def _hybrid_layer(model: HybridModel, layer: int, names: Names) -> Iterator[Parameter]:
+    letter = model.layers[layer]
+    kind = {"M": "mamba", "*": "attention"}.get(letter, "ffn")
+    ours = f"blocks.{layer}"
+    theirs = f"{names.layers}.{layer // names.merged}"
+    hidden, query, key = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    yield _whole(f"{ours}.norm.weight", f"{theirs}.{names.layer[f'{kind}_norm']}.weight", (hidden,))
+    if letter == "M":
+        yield from _mamba(model, f"{ours}.mamba", f"{theirs}.{names.layer['mamba']}")
+        return
+    if letter == "E":
+        yield from _experts(model.as_decoder, f"{ours}.ffn", f"{theirs}.{names.moe}", names)
+        return
+    shapes = {"q": (query, hidden), "k": (key, hidden), "v": (key, hidden), "out": (hidden, query)}
+    if kind == "ffn":
+        halves = dict.fromkeys(("gate", "up") if model.gated_mlp else ("up",), (model.ffn_size, hidden))
+        shapes = halves | {"down": (hidden, model.ffn_size)}
+    for name, shape in shapes.items():
+        yield _whole(f"{ours}.{kind}.{name}.weight", f"{theirs}.{names.layer[f'{kind}.{name}']}.weight", shape)
+
+
+def _mamba(model: HybridModel, ours: str, theirs: str) -> Iterator[Parameter]:
+    """The input projections of a state-space layer, and its convolutions, are each one tensor."""
+    heads, hidden, states = model.mamba_heads, model.hidden_size, model.mamba_groups * model.mamba_state_size
+    inner = heads * model.mamba_head_dim
+    sizes = {"z": inner, "x": inner, "b": states, "c": states, "dt": heads}
+    row = 0
+    for name, rows in sizes.items():
+        piece = Piece(f"{theirs}.in_proj.weight", (0, 0), (rows, hidden), row=row)
+        yield Parameter(f"{ours}.{name}.weight", (rows, hidden), (piece,))
+        row += rows
+    row = 0
+    for name in "xbc":
+        shape = (sizes[name], CONV_TAPS)
+        piece = Piece(f"{theirs}.conv1d.weight", (0, 0), shape, row=row, is_conv=True)
+        yield Parameter(f"{ours}.conv_{name}.weight", shape, (piece,))
+        piece = Piece(f"{theirs}.conv1d.bias", (0,), shape[:1], row=row)
+        yield Parameter(f"{ours}.conv_{name}.bias", shape[:1], (piece,))
+        row += sizes[name]
+    for name, tensor in {"dt_bias": "dt_bias", "a_log": "A_log", "skip": "D"}.items():
+        yield _whole(f"{ours}.{name}", f"{theirs}.{tensor}", (heads,))
+    yield _whole(f"{ours}.norm", f"{theirs}.norm.weight", (inner,))
+    yield _whole(f"{ours}.out.weight", f"{theirs}.out_proj.weight", (hidden, inner))
+
+
 def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Iterator[Parameter]:
     experts = model.experts
     assert experts is not None
@@ -445,7 +494,7 @@ def adapter_config(model: DecoderModel, lora: LoraSpec, base: str | None) -> Jso
     """Return the content of adapter_config.json. `base` identifies the frozen weights for from_pretrained. Raises
     RecipeError if the adapted matrices are not whole tensors in models of this type."""
     kind = model_type(model)
-    names = FAMILIES[kind].names
+    names = HUB_TYPES[kind].names
     if names.fused or names.transposed:
         message = (
             f"{kind} stores several adapted matrices in one tensor, or transposed, so PEFT cannot load the adapters"

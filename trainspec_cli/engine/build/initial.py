@@ -23,7 +23,7 @@ from trainspec_cli.engine.checkpoint.saver import load_weights
 from trainspec_cli.engine.comm.json_collectives import errors_together
 from trainspec_cli.engine.digest import NOT_FINITE, count_not_finite, is_finite
 from trainspec_cli.engine.shares import Share, split_quantised
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.model import DecoderModel, TextModel
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.paths import RunDir
 
@@ -40,8 +40,12 @@ def load_initial(plan: Plan, state: TrainState) -> None:
     folder = init.hugging_face or init.other
     with errors_together():
         if folder is not None:
-            assert isinstance(model, DecoderModel), "other families are rejected before launch"
-            entries = open_weights(folder, model) if init.hugging_face is not None else open_other(folder, model)
+            assert isinstance(model, TextModel), "other families are rejected before launch"
+            if init.hugging_face is not None:
+                entries: Mapping[str, StoredTensor | PackedTensor | PartedTensor] = open_weights(folder, model)
+            else:
+                assert isinstance(model, DecoderModel), "hybrid models are rejected before launch"
+                entries = open_other(folder, model)
             load_tensors(folder, entries, model, state.shares)
         elif init.run is not None:
             run = RunDir(init.run)
@@ -54,7 +58,7 @@ def load_initial(plan: Plan, state: TrainState) -> None:
 def load_tensors(
     folder: Path,
     entries: Mapping[str, StoredTensor | PackedTensor | PartedTensor],
-    model: DecoderModel,
+    model: TextModel,
     shares: Sequence[Share],
 ) -> None:
     """Load the weights in `folder`. Files are memory-mapped, so a rank reads only the pages that contain its parts.
