@@ -150,9 +150,8 @@ WINDOW_RUNS = (
     ),
 )
 BAMBA: dict[str, Any] = {
-    "expert_layers": 0, "mlp_layers": 3, "attention_layers": 1, "mamba_layers": 2, "layer_pattern": "M-*-M-", "ffn_size": 8192,
-    "gated_mlp": True, "activation": "silu", "rotary_fraction": 0.5, "mamba_step_min": 0.001,
-    "experts": None,
+    "expert_layers": 0, "mlp_layers": 3, "attention_layers": 1, "mamba_layers": 2, "layer_pattern": "M-*-M-",
+    "ffn_size": 8192, "gated_mlp": True, "activation": "silu", "rotary_fraction": 0.5, "mamba_step_min": 0.001,
 }  # fmt: skip
 """A part of each head is rotated, and the step of the scan is limited."""
 STATE_RUNS = (
