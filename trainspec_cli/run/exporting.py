@@ -30,7 +30,7 @@ from trainspec_cli.data.huggingface.folder import (
 from trainspec_cli.data.huggingface.safetensors import ADAPTER_CONFIG, adapter_config
 from trainspec_cli.data.weights import litgpt_config
 from trainspec_cli.data.weights.naming import other_tensors
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.model import DecoderModel, TextModel
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import ExportRequest
 from trainspec_cli.run.folder.accounting import best_checkpoint
@@ -104,11 +104,13 @@ def write_folder(
     plan = read_plan(wanted.run)
     model = plan.spec.model
     config = _config(plan, wanted)
-    assert isinstance(model, DecoderModel), "write_config rejects other models"
+    assert isinstance(model, TextModel), "write_config rejects other models"
     names: OtherNaming = naming if format_ == "dcp" else format_
     if format_ != "hf":
         other_tensors(model, names)
-    described = litgpt_config.write_config(model, plan.spec.data.seq_len) if format_ == "litgpt" else None
+    described = None
+    if format_ == "litgpt" and isinstance(model, DecoderModel):
+        described = litgpt_config.write_config(model, plan.spec.data.seq_len)
     with publishing(output.expanduser().resolve()) as temporary:
         _write_beside(plan, wanted.run, config, temporary)
         if described is not None:

@@ -84,7 +84,7 @@ def test_models_that_have_no_place_there_name_every_key():
     paths = [problem.path for problem in raised.value.problems]
     assert {"model.experts.shared_experts", "model.experts.balance_rate"} <= set(paths)
     with pytest.raises(RecipeError, match=r"`model.family`.* hybrid"):
-        model_type(HybridModel(64, 512, 2))
+        model_type(HybridModel(64, 512, 1, expert_layers=1, experts=ExpertSpec(4, 2, 32)))
 
 
 def test_what_only_steers_training_may_differ():

@@ -10,18 +10,21 @@ from typing import Any
 import pytest
 import torch
 
+from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.huggingface.config import MODEL_TYPES, differences, model_type, read_model, write_config
 from trainspec_cli.data.huggingface.folder import open_weights, read_config
 from trainspec_cli.data.huggingface.safetensors import parameters, places_of, read_header
 from trainspec_cli.engine.build.initial import load_tensors
 from trainspec_cli.engine.models.decoder import Decoder
+from trainspec_cli.engine.models.hybrid import Hybrid
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.engine.tools.export import assemble
 from trainspec_cli.planner.workload import count_params
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel, TextModel
 from trainspec_cli.recipe.records import build
 
 transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 
 SEQ_LEN = 40
 SIZES = {
@@ -36,6 +39,12 @@ LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}
 LOCAL = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16, "beta_fast": 4.0,
+}  # fmt: skip
+EXPERTS_EVERYWHERE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SCAN = {"hidden_size": 32, "vocab_size": 96, "chunk_size": 8, "pad_token_id": 0}
+NEMOTRON_H = SCAN | {
+    "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "ssm_state_size": 8,
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
 }  # fmt: skip
 CASES: dict[str, list[dict[str, Any]]] = {
     "llama": [SIZES, SIZES | {"attention_bias": True, "mlp_bias": True}],
@@ -83,7 +92,34 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "qwen2_moe": [SIZES | MOE | {"shared_expert_intermediate_size": 24}],
     "olmoe": [SIZES | MOE],
     "granitemoe": [SIZES | SCALES | {"num_local_experts": 4, "num_experts_per_tok": 2}],
-}
+    "gpt_oss": [
+        WINDOW | EXPERTS_EVERYWHERE | {"rope_parameters": YARN | {"truncate": False}},
+        WINDOW | EXPERTS_EVERYWHERE | {"attention_bias": False, "swiglu_limit": 1.0, "rope_parameters": LOCAL},
+    ],
+    "mamba2": [
+        SCAN | {"num_hidden_layers": 3, "state_size": 8, "head_dim": 16, "num_heads": 4, "n_groups": 2},
+        SCAN | {
+            "num_hidden_layers": 2, "state_size": 8, "head_dim": 8, "num_heads": 8, "n_groups": 1,
+            "time_step_limit": [0.5, 0.7], "tie_word_embeddings": True,
+        },
+    ],
+    "nemotron_h": [
+        NEMOTRON_H | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+        NEMOTRON_H | {
+            "layers_block_type": ["linear_attention", "full_attention"], "time_step_min": 0.7, "mamba_num_heads": 6,
+        },
+    ],
+    "bamba": [
+        WIDE_HEADS | {
+            "hidden_size": 64, "attn_layer_indices": [1, 3], "mamba_d_state": 8, "mamba_n_heads": 8,
+            "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8,
+        },
+        SIZES | {
+            "mamba_d_state": 8, "mamba_n_heads": 4, "tie_word_embeddings": True, "mamba_expand": 1,
+            "rope_parameters": LOCAL | {"rope_theta": 100.0}, "attn_layer_indices": [0],
+        },
+    ],
+}  # fmt: skip
 NUMBERED = [(kind, number) for kind, cases in CASES.items() for number in range(len(cases))]
 
 
@@ -103,10 +139,17 @@ def make(kind: str, number: int, folder: Path) -> torch.nn.Module:
     return theirs
 
 
-def load(folder: Path) -> tuple[DecoderModel, Decoder]:
-    model, problems = build(DecoderModel, read_model(read_config(folder), "config.json"))
+def described(config: dict[str, Any]) -> TextModel:
+    content = read_model(config, "config.json")
+    kinds: dict[Any, type[Any]] = {"decoder": DecoderModel, "hybrid": HybridModel}
+    model, problems = build(kinds[content["family"]], content)
     assert problems == []
-    ours = Decoder(model, 64)
+    return model
+
+
+def load(folder: Path) -> tuple[TextModel, Decoder]:
+    model = described(read_config(folder))
+    ours = Hybrid(model, 64) if isinstance(model, HybridModel) else Decoder(model, 64)
     ours.init_buffers()
     shares = [Share(name, parameter) for name, parameter in ours.named_parameters()]
     load_tensors(folder, open_weights(folder, model), model, shares)
@@ -135,12 +178,11 @@ def test_logits_and_tensors_are_those_of_transformers(kind: str, number: int, tm
 @pytest.mark.parametrize(("kind", "number"), NUMBERED)
 def test_a_written_config_means_the_same_to_transformers(kind: str, number: int, tmp_path: Path) -> None:
     transformers.AutoConfig.for_model(kind, **CASES[kind][number]).save_pretrained(tmp_path)
-    model, _ = build(DecoderModel, read_model(read_config(tmp_path), "config.json"))
+    model = described(read_config(tmp_path))
     assert model_type(model) == kind
     written = write_config(model, 64, "float32")
     transformers.AutoConfig.for_model(**written).save_pretrained(tmp_path)
-    again, _ = build(DecoderModel, read_model(read_config(tmp_path), "config.json"))
-    assert differences(model, again) == {}
+    assert differences(model, described(read_config(tmp_path))) == {}
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -148,10 +190,8 @@ def test_keys_that_are_left_out_mean_what_transformers_takes(kind: str, tmp_path
     """A config.json need not have keys whose values are the type's defaults."""
     sizes = {**CASES[kind][0], **({"head_dim": 8} if kind in ("gemma", "gemma2", "gemma3_text", "ernie4_5") else {})}
     transformers.AutoConfig.for_model(kind, **sizes).save_pretrained(tmp_path)
-    whole, _ = build(DecoderModel, read_model(read_config(tmp_path), "config.json"))
-    least, problems = build(DecoderModel, read_model({"model_type": kind, **sizes}, "config.json"))
-    assert problems == []
-    assert differences(whole, least) == {}
+    whole = described(read_config(tmp_path))
+    assert differences(whole, described({"model_type": kind, **sizes})) == {}
 
 
 @pytest.mark.slow
@@ -177,3 +217,71 @@ def test_losses_of_training_are_those_of_transformers(kind: str, number: int, tm
             optimizer.step()
             found.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """The layout of the published gpt-oss folders: the experts' matrices in MXFP4, everything else in full."""
+    sizes = CASES["gpt_oss"][0] | {"hidden_size": 64, "intermediate_size": 32}
+    config = transformers.AutoConfig.for_model("gpt_oss", **sizes)
+    torch.manual_seed(0)
+    tensors = transformers.AutoModelForCausalLM.from_config(config).float().state_dict()
+    for name, stack in list(tensors.items()):
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, rows, columns = tensors.pop(name).shape
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(118, 124, (experts, columns, rows // 32), dtype=torch.uint8)
+        else:
+            tensors[name] = stack.contiguous()
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config.save_pretrained(tmp_path)
+    safetensors_torch.save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        attn_implementation="eager",
+        dtype=torch.float32,
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+    ).eval()
+    _, ours = load(tmp_path)
+    tokens = torch.randint(1, 96, (2, SEQ_LEN))
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, ours(tokens)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_weights_quantised_otherwise_are_refused() -> None:
+    with pytest.raises(RecipeError) as refused:
+        read_model({"model_type": "gpt_oss", **SIZES, "quantization_config": {"quant_method": "bitsandbytes"}}, "")
+    assert refused.value.problems[0].code == "unsupported"
+    assert "bitsandbytes" in refused.value.problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("mamba2", "use_bias", True),
+        ("mamba2", "conv_kernel", 3),
+        ("mamba2", "num_heads", 5),
+        ("mamba2", "use_conv_bias", False),
+        ("nemotron_h", "layers_block_type", ["linear_attention", "moe"]),
+        ("nemotron_h", "hybrid_override_pattern", "M?"),
+        ("nemotron_h", "num_nextn_predict_layers", 1),
+        ("bamba", "attention_bias", True),
+        ("bamba", "rope_parameters", LINEAR),
+        ("gpt_oss", "swiglu_alpha", 1.5),
+    ],
+)
+def test_variants_that_the_engine_does_not_have_are_refused_by_name(kind: str, key: str, value: object) -> None:
+    content = {"model_type": kind, **CASES[kind][0]}
+    if key == "hybrid_override_pattern":
+        del content["layers_block_type"]
+    with pytest.raises(RecipeError) as refused:
+        read_model({**content, key: value}, "config.json")
+    assert [problem.code for problem in refused.value.problems] == ["unsupported"]
+
+
+def test_patterns_of_earlier_folders_mean_the_same() -> None:
+    new = {"model_type": "nemotron_h", **CASES["nemotron_h"][0]}
+    old = {key: value for key, value in new.items() if key != "layers_block_type"}
+    assert read_model({**old, "hybrid_override_pattern": "M-*M"}, "") == read_model(new, "")
+    kinds = ["mamba", "mlp", "attention", "mamba"]
+    assert read_model({**old, "layers_block_type": kinds}, "") == read_model(new, "")

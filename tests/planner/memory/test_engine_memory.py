@@ -149,6 +149,11 @@ WINDOW_RUNS = (
         changes={"num_layers": 12},
     ),
 )
+BAMBA: dict[str, Any] = {
+    "expert_layers": 0, "mlp_layers": 3, "attention_layers": 1, "mamba_layers": 2, "layer_pattern": "M-*-M-",
+    "ffn_size": 8192, "gated_mlp": True, "activation": "silu", "rotary_fraction": 0.5, "mamba_step_min": 0.001,
+}  # fmt: skip
+"""A part of each head is rotated, and the step of the scan is limited."""
 STATE_RUNS = (
     Run("mamba2_130m", fsdp(4), samples=4, seq_len=2048),
     Run("mamba2_370m", fsdp(2), samples=4, compute="fp32", seq_len=2048),
@@ -156,6 +161,8 @@ STATE_RUNS = (
     Run("mamba2_3b", {"dp_replicate": 2, "dp_shard": 4}, recompute="full", seq_len=16384, micro_batches=2),
     Run("nemotron_h_8b", fsdp(8, tp=4), seq_len=8192, recompute="full"),
     Run("nemotron_h_8b", {"pp": 2, "dp_shard": 2}, micro_batches=4),
+    Run("nemotron_h_8b", fsdp(8), seq_len=4096, changes=BAMBA),
+    Run("nemotron_h_8b", fsdp(4, tp=2), samples=2, seq_len=4096, changes=BAMBA),
 )
 CONV_RUNS = (
     Run("resnet50", fsdp(8), samples=64),

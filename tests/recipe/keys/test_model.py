@@ -90,7 +90,11 @@ def test_a_hybrid_in_a_decoders_terms() -> None:
         gated_mlp=True,
         activation="relu2",
         experts=experts,
+        rotary_fraction=0.0,
     )
+    rotated = replace(HYBRID, rotary_fraction=0.5, rope_theta=100.0)
+    assert (rotated.as_decoder.rotary_fraction, rotated.as_decoder.rope_theta, rotated.rotated_size) == (0.5, 100.0, 8)
+    assert rotated.rotates and not HYBRID.rotates and not replace(rotated, attention_layers=0).rotates
     without = HybridModel(64, 512, 3).as_decoder
     assert (without.num_heads, without.num_kv_heads) == (1, 1), "sizes to divide by"
 

@@ -10,38 +10,40 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import describe_kind, show_kind
 from trainspec_cli.data.huggingface.families import FAMILIES, UnreadableValueError, WrongTypeError
-from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec
+from trainspec_cli.data.huggingface.state_space_families import STATE_SPACE_FAMILIES
+from trainspec_cli.recipe.keys.model import HybridModel, ModelSpec, TextModel
 from trainspec_cli.recipe.records import build
 
-MODEL_TYPES = tuple(FAMILIES)
-"""Model types whose tensors the engine's decoder can represent completely."""
+HUB_TYPES = FAMILIES | STATE_SPACE_FAMILIES
+MODEL_TYPES = tuple(HUB_TYPES)
+"""Model types whose tensors the engine can represent completely."""
 
 
 @lru_cache(maxsize=64)
 def model_type(model: ModelSpec) -> str:
     """Return the model type of transformers for `model`: `hf_type`, or the first type whose config.json describes
     exactly this model. Raises a RecipeError that lists the keys that the most similar type does not support."""
-    if not isinstance(model, DecoderModel):
+    if not isinstance(model, TextModel):
         raise RecipeError([_misfit("family", model.family)])
     found: list[dict[str, object]] = []
-    for kind in (model.hf_type,) if model.hf_type in FAMILIES else MODEL_TYPES:
-        misfits = _misfits(model, kind)
+    for kind in (model.hf_type,) if model.hf_type in HUB_TYPES else MODEL_TYPES:
+        misfits = _misfits(model, kind) if HUB_TYPES[kind].family == model.family else None
         if misfits == {}:
             return kind
         if misfits is not None:
             found.append(misfits)
-    least = min(found, key=len)
+    least = min(found, key=len, default={"family": model.family})
     raise RecipeError([_misfit(key, value) for key, value in least.items()])
 
 
-def _misfits(model: DecoderModel, kind: str) -> dict[str, object] | None:
+def _misfits(model: TextModel, kind: str) -> dict[str, object] | None:
     """Return the keys of `model` that a config.json of this type cannot express, with their values; None if models of
     this type are too different."""
     try:
         read = read_model(write_config_of(kind, model), "")
     except RecipeError:
         return None
-    found, problems = build(DecoderModel, read)
+    found, problems = build(type(model), read)
     if problems or (found.experts is None) is not (model.experts is None):
         return None
     misfits = {key: ours for key, (ours, _) in differences(model, found).items()}
@@ -56,23 +58,23 @@ def _misfit(key: str, value: object) -> Problem:
     return Problem("unsupported", message, f"model.{key}", hint)
 
 
-def write_config(model: DecoderModel, seq_len: int, dtype: str) -> JsonObject:
+def write_config(model: TextModel, seq_len: int, dtype: str) -> JsonObject:
     """Return the content of config.json, with keys that both transformers 4 and 5 can read. `dtype` is torch's name."""
     kind = model_type(model)
-    config: JsonObject = {"architectures": [FAMILIES[kind].architecture], **write_config_of(kind, model)}
+    config: JsonObject = {"architectures": [HUB_TYPES[kind].architecture], **write_config_of(kind, model)}
     longest = model.learned_positions or seq_len
     return config | {"max_position_embeddings": longest, "torch_dtype": dtype, "use_cache": True}
 
 
-def write_config_of(kind: str, model: DecoderModel) -> JsonObject:
+def write_config_of(kind: str, model: TextModel) -> JsonObject:
     """Return the keys of config.json that describe the model, as a model of this type."""
     config: JsonObject = {"model_type": kind}
-    for rule in FAMILIES[kind].rules:
+    for rule in HUB_TYPES[kind].rules:
         rule.write(model, config)
     return config
 
 
-def differences(asked: DecoderModel, found: DecoderModel) -> dict[str, tuple[object, object]]:
+def differences(asked: TextModel, found: TextModel) -> dict[str, tuple[object, object]]:
     """Return the keys whose values make two models compute different functions, each with its values (asked, found).
 
     Keys that affect only training, and unused keys, may differ."""
@@ -90,11 +92,28 @@ _FREE = (
     "experts.capacity_factor",
 )
 
+_FIELDS_OF_LAYERS = (
+    (
+        "M",
+        ("mamba_num_heads", "mamba_head_dim", "mamba_state_size", "mamba_groups", "mamba_step_min", "mamba_step_max"),
+    ),
+    ("*", ("num_heads", "num_kv_heads", "head_dim", "rotary_fraction", "rope_theta")),
+    ("-", ("ffn_size",)),
+    ("-E", ("gated_mlp", "activation")),
+)
+"""Kinds of layers in a hybrid model, and fields that only these use."""
 
-def _comparable(model: DecoderModel) -> dict[str, object]:
+
+def _comparable(model: TextModel) -> dict[str, object]:
     flat: dict[str, object] = {}
     for key, value in asdict(model).items():
         flat |= {f"{key}.{inner}": kept for inner, kept in value.items()} if isinstance(value, dict) else {key: value}
+    if isinstance(model, HybridModel):
+        flat |= {"layer_pattern": model.layers, "mamba_num_heads": model.mamba_heads, "mamba_expand": None}
+        unused = [
+            name for letters, names in _FIELDS_OF_LAYERS if not set(letters) & set(model.layers) for name in names
+        ]
+        return {key: value for key, value in flat.items() if key not in (*_FREE, *unused) and value is not None}
     if model.experts is not None and all(model.is_expert_layer(layer) for layer in range(model.num_layers)):
         # No layer has a dense feed-forward network, so its width has no effect.
         del flat["ffn_size"]
@@ -111,13 +130,14 @@ def _comparable(model: DecoderModel) -> dict[str, object]:
 def read_model(config: JsonObject, where: str) -> JsonObject:
     """Return the `model` section that config.json describes. Raises RecipeError; `where` names the file."""
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in HUB_TYPES:
         raise _unsupported(f"{where} has model_type {kind!r}; supported are {', '.join(MODEL_TYPES)}")
     name = config.get("_name_or_path")
-    model: JsonObject = {"family": "decoder", "name": name if name and isinstance(name, str) else kind, "hf_type": kind}
+    named = name if name and isinstance(name, str) else kind
+    model: JsonObject = {"family": HUB_TYPES[kind].family, "name": named, "hf_type": kind}
     wrong: list[Problem] = []
     hint = "name a folder written by transformers"
-    for rule in FAMILIES[kind].rules:
+    for rule in HUB_TYPES[kind].rules:
         try:
             rule.read(config, model)
         except WrongTypeError as error:

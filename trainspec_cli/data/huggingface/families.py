@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.recipe.keys.model import DecoderModel, RopeScaling
@@ -62,8 +62,8 @@ class Rule:
     def read(self, config: JsonObject, model: JsonObject) -> None:
         """Add fields to `model`, which holds what the rules before this one have read."""
 
-    def write(self, model: DecoderModel, config: JsonObject) -> None:
-        """Add keys to `config`."""
+    def write(self, model: Any, config: JsonObject) -> None:
+        """Add keys to `config`. `model` is of the type's family."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Key(Rule):
             value = self.default(model) if callable(self.default) else self.default
         model[self.field] = value
 
-    def write(self, model: DecoderModel, config: JsonObject) -> None:
+    def write(self, model: object, config: JsonObject) -> None:
         config[self.name] = getattr(model, self.field)
 
 
@@ -107,7 +107,7 @@ class ValueMap(Rule):
             raise UnreadableValueError(f"{self.name} {value!r}; supported are {known}")
         model[self.field] = self.values[value]
 
-    def write(self, model: DecoderModel, config: JsonObject) -> None:
+    def write(self, model: object, config: JsonObject) -> None:
         value = getattr(model, self.field)
         config[self.name] = next((key for key, one in self.values.items() if one == value), None)
 
@@ -124,7 +124,7 @@ class Only(Rule):
         if config.get(self.name) not in (*self.values, None):
             raise UnreadableValueError(f"{self.name} {config[self.name]!r}, which the engine's models do not support")
 
-    def write(self, model: DecoderModel, config: JsonObject) -> None:
+    def write(self, model: object, config: JsonObject) -> None:
         if self.values[0] is not None:
             config[self.name] = self.values[0]
 
@@ -180,9 +180,11 @@ class LayerWindows(Rule):
     every: int | None = None
     """Every n-th layer has no window (0: all have one) unless the key `layer_types` lists other layers; None: the type
     has no such key, and all layers have the window."""
+    window: int | None = None
+    """The window if the key is missing."""
 
     def read(self, config: JsonObject, model: JsonObject) -> None:
-        window = get(config, "sliding_window", int, None)
+        window = get(config, "sliding_window", int, None if "sliding_window" in config else self.window)
         layers = int(model["num_layers"])  # type: ignore[arg-type]
         types = get(config, "layer_types", list, None) if self.every is not None else None
         if not window or (types and WINDOWED not in types):
@@ -224,9 +226,12 @@ class Rotation(Rule):
     """The base if it is not stated."""
     scaled_windows: bool = True
     """False if `rope_scaling` applies only to layers without a window (OLMo 3)."""
+    scaling: Mapping[str, JsonValue] | None = None
+    """The scaling if it is not stated."""
 
     def read(self, config: JsonObject, model: JsonObject) -> None:
-        given = get(config, "rope_parameters", dict, None) or get(config, "rope_scaling", dict, None) or {}
+        given = get(config, "rope_parameters", dict, None) or get(config, "rope_scaling", dict, None)
+        given = dict(self.scaling or {}) if given is None else given
         local_theta: float | None = None
         if isinstance(given.get(FULL), dict):
             windowed = given.get(WINDOWED)
@@ -257,7 +262,7 @@ class Rotation(Rule):
     def write(self, model: DecoderModel, config: JsonObject) -> None:
         whole: JsonObject = {"rope_theta": model.rope_theta, **write_scaling(model.rope_scaling)}
         config |= {self.theta_key: model.rope_theta, "rope_scaling": None}
-        if model.rope_scaling is not None:
+        if model.rope_scaling is not None or self.scaling is not None:
             config["rope_scaling"] = write_scaling(model.rope_scaling)
         if self.local or not self.scaled_windows:
             theta = model.rope_theta if model.local_rope_theta is None else model.local_rope_theta
@@ -385,6 +390,16 @@ def _rotated_layers(layers: int, every: int) -> list[int]:
 
 
 @dataclass(frozen=True)
+class PackedExperts(Rule):
+    """The experts' matrices may be stored in MXFP4. Models are written without quantisation."""
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        method = get(config, "quantization_config", dict, {}).get("quant_method", "mxfp4")
+        if method != "mxfp4":
+            raise UnreadableValueError(f"weights quantised by {method!r}; supported are mxfp4 and weights in bf16")
+
+
+@dataclass(frozen=True)
 class Falcon(Rule):
     """Falcon's three generations of layers."""
 
@@ -434,11 +449,16 @@ class Names:
     """True if the matrices of layers are stored transposed (GPT-2)."""
     experts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's matrices: gate, linear half, output. With two names, experts are stacked in one tensor."""
+    alternating: bool = False
+    """With two names: True if matrices have the engine's order of dimensions, and the columns of gate and linear half
+    alternate (gpt_oss)."""
     moe: str = "mlp"
     router: str = "gate"
     shared: str = "shared_expert"
     prefix: str = ""
     """The beginning of all names but the head's, which some published folders leave out."""
+    merged: int = 1
+    """Number of the engine's layers that are one layer of the type."""
     two_norms: Mapping[str, str] = field(default_factory=dict)
     """Other names in models whose attention and feed-forward have a norm each, side by side."""
 
@@ -454,6 +474,7 @@ LLAMA = {
     "attention.out": "self_attn.o_proj",
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
+    "attention.sinks": "self_attn.sinks",
     "ffn_norm": "post_attention_layernorm",
     "ffn.gate": "mlp.gate_proj",
     "ffn.up": "mlp.up_proj",
@@ -526,6 +547,7 @@ class HubType:
     architecture: str
     rules: tuple[Rule, ...]
     names: Names = Names(LLAMA)
+    family: Literal["decoder", "hybrid"] = "decoder"
 
 
 def _sizes(**keys: str) -> tuple[Rule, ...]:
@@ -620,6 +642,12 @@ _QWEN_EXPERTS = {
     "top_k": "num_experts_per_tok",
     "expert_ffn_size": "moe_intermediate_size",
     "normalise_weights": "norm_topk_prob",
+}
+_GPT_OSS_YARN: Mapping[str, JsonValue] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
 }
 _EVERY_LAYER_HAS_EXPERTS = (Only("decoder_sparse_step", (1,)), Only("mlp_only_layers", ([],)))
 
@@ -879,5 +907,24 @@ FAMILIES: dict[str, HubType] = {
             router="router.layer",
             experts=("input_linear.weight", "output_linear.weight"),
         ),
+    ),
+    "gpt_oss": HubType(
+        "GptOssForCausalLM",
+        (
+            *(*_sizes(), Key("num_kv_heads", "num_key_value_heads", int, 8), Key("head_dim", "head_dim", int, 64)),
+            *(_FFN, PackedExperts(), _tied(False), _eps("rms_norm_eps", 1e-5), _activation()),
+            *(_biased("attention_bias", default=True), Always({"attention_sinks": True})),
+            *(LayerWindows(every=2, window=128), Rotation(theta=150_000.0, scaling=_GPT_OSS_YARN)),
+            *(Key("gate_limit", "swiglu_limit", float, 7.0), Only("swiglu_alpha", (1.702,))),
+            ExpertKeys(
+                {
+                    "num_experts": "num_local_experts",
+                    "top_k": "num_experts_per_tok",
+                    "expert_ffn_size": "intermediate_size",
+                },
+                {"normalise_weights": True, "bias": True},
+            ),
+        ),
+        Names(LLAMA, router="router", experts=("experts.gate_up_proj", "experts.down_proj"), alternating=True),
     ),
 }

@@ -10,10 +10,17 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import UnreadableFileError, read_object
 from trainspec_cli.core.reading.hub_cache import hub_cache, hub_name
-from trainspec_cli.data.huggingface.config import model_type
-from trainspec_cli.data.huggingface.families import FAMILIES
-from trainspec_cli.data.huggingface.safetensors import HEAD, Shape, StoredTensor, open_checkpoint, tensor_shapes
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.data.huggingface.config import HUB_TYPES, model_type
+from trainspec_cli.data.huggingface.safetensors import (
+    HEAD,
+    PackedTensor,
+    Shape,
+    StoredTensor,
+    open_checkpoint,
+    pair_packed,
+    tensor_shapes,
+)
+from trainspec_cli.recipe.keys.model import TextModel
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -50,15 +57,15 @@ def read_config(folder: Path, name: str = CONFIG) -> JsonObject:
         raise RecipeError(problem) from error
 
 
-def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
+def open_weights(folder: Path, model: TextModel) -> dict[str, StoredTensor | PackedTensor]:
     """Return the tensors of `model`.
 
     Raises RecipeError, naming any tensors that are missing, unexpected or of the wrong shape, and MachineError if a
     file is damaged."""
     model_type(model)
     check_count(model)
-    entries = open_checkpoint(folder)
-    prefix = FAMILIES[model_type(model)].names.prefix
+    entries = pair_packed(open_checkpoint(folder))
+    prefix = HUB_TYPES[model_type(model)].names.prefix
     if prefix and not any(name.startswith(prefix) for name in entries):
         entries = {name if name.startswith("lm_head.") else prefix + name: entry for name, entry in entries.items()}
     if problems := find_faults(entries, model, folder):
@@ -66,7 +73,7 @@ def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
     return entries
 
 
-def check_count(model: DecoderModel) -> None:
+def check_count(model: TextModel) -> None:
     """Raise RecipeError if a model has too many tensors to check by name."""
     experts = model.experts.num_experts if model.experts else 0
     if model.num_layers * (experts + 1) > MAX_TENSORS:
@@ -75,7 +82,7 @@ def check_count(model: DecoderModel) -> None:
         raise RecipeError(Problem("out_of_range", message, "model.num_layers", hint))
 
 
-def find_faults(entries: Mapping[str, StoredTensor], model: DecoderModel, folder: Path) -> list[Problem]:
+def find_faults(entries: Mapping[str, StoredTensor | PackedTensor], model: TextModel, folder: Path) -> list[Problem]:
     shapes = {name: entry.shape for name, entry in entries.items()}
     return compare_tensors(tensor_shapes(model), shapes, {HEAD} if model.tied_embeddings else set(), folder)
 

@@ -23,9 +23,9 @@ from trainspec_cli.core.reading.files import (
     read_object,
     show_kind,
 )
-from trainspec_cli.data.huggingface.config import model_type
-from trainspec_cli.data.huggingface.families import FAMILIES, Names
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.data.huggingface.config import HUB_TYPES, model_type
+from trainspec_cli.data.huggingface.families import Names
+from trainspec_cli.recipe.keys.model import CONV_TAPS, DecoderModel, HybridModel, TextModel
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.records import read_record, to_plain
 
@@ -35,6 +35,8 @@ MAX_EXTENT = 2**53
 MAX_DIMS = 16
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """The formats that weights can be read from; others are quantised."""
+_PACKED = ("_blocks", "_scales")
+"""Endings of the names of MXFP4's tensors, which consist of bytes."""
 
 _COMPUTED = re.compile(r"^__metadata__$|rotary_emb\.inv_freq$|\.(attn|attention)\.(masked_)?bias$")
 """Entries that are ignored: tables and masks of old checkpoints can be computed from config.json."""
@@ -63,7 +65,27 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return math.prod(self.shape) * DTYPE_BYTES.get(self.dtype, 1)
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A stack of transposed matrices in MXFP4 (OCP Microscaling Formats): blocks of 32 numbers, each of 4 bits, that
+    share an exponent."""
+
+    numbers: StoredTensor
+    """(experts, columns, blocks, 16): two numbers per byte, the first one in the lower four bits."""
+    exponents: StoredTensor
+    """(experts, columns, blocks): the exponents of 2, plus 127."""
+
+    @property
+    def file(self) -> Path:
+        return self.numbers.file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, columns, blocks = self.exponents.shape
+        return experts, 32 * blocks, columns
 
 
 def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
@@ -81,6 +103,18 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     for name in names:
         entries |= read_header(folder / name)
     return entries
+
+
+def pair_packed(entries: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | PackedTensor]:
+    """Replace the two tensors of each MXFP4 tensor. Others, which no model has, keep their names."""
+    found: dict[str, StoredTensor | PackedTensor] = dict(entries)
+    for name, numbers in entries.items():
+        whole = name.removesuffix(_PACKED[0])
+        exponents = entries.get(whole + _PACKED[1])
+        if name != whole and exponents and (*exponents.shape, 16) == numbers.shape and len(numbers.shape) == 4:
+            del found[name], found[whole + _PACKED[1]]
+            found[whole] = PackedTensor(numbers, exponents)
+    return found
 
 
 def _read_index(file: Path) -> dict[str, str]:
@@ -121,7 +155,7 @@ def _entry(file: Path, name: str, entry: JsonValue, data_start: int) -> StoredTe
         raise ValueError(f"{name} is {show_kind(entry)}")
     described = read_record(HeaderEntry, entry)
     shape, (start, end) = described.shape, described.data_offsets
-    if described.dtype not in DTYPE_BYTES:
+    if described.dtype not in DTYPE_BYTES and not (described.dtype == "U8" and name.endswith(_PACKED)):
         message = f"{file}: {name} is of type {described.dtype}; supported are {', '.join(DTYPE_BYTES)}"
         raise RecipeError(Problem("unsupported", message, "init.from", "use a checkpoint that is not quantised"))
     # Check the dimensions before computing their product, which an untrusted header could make arbitrarily large.
@@ -151,7 +185,7 @@ def _damaged(file: Path, what: str) -> MachineError:
     return MachineError(f"{file} {what}", code="bad_checkpoint", hint="download it again")
 
 
-# The tensors of a Hugging Face checkpoint that make up each parameter of the engine's decoder. The table is used in
+# The tensors of a Hugging Face checkpoint that make up each parameter of the engine's model. The table is used in
 # both directions: loading fills parameters from tensors, exporting splits parameters into them. Most tensors hold a
 # complete parameter. A routed expert's matrices are parts of a parameter, and are transposed. LoRA adapters use PEFT's
 # names, and have an adapter_config.json.
@@ -182,10 +216,17 @@ class Piece:
     tensor is transposed.)"""
     stacked: bool = False
     """True if the tensor has the parameter's dimension of experts."""
+    lane: tuple[int, int] | None = None
+    """(k, n): the box is every n-th element of the tensor's last dimension, from the k-th on. The elements in between
+    belong to other boxes."""
+    is_conv: bool = False
+    """True if the tensor has a dimension of size 1 after the first, as those of depthwise convolutions."""
 
     @property
     def tensor_shape(self) -> Shape:
         """Return the shape of the box in the file, which has no expert dimension unless experts are stacked."""
+        if self.is_conv:
+            return (self.shape[0], 1, *self.shape[1:])
         if not self.transposed:
             return self.shape
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
@@ -197,6 +238,8 @@ class Piece:
             tensor = tensor.swapaxes(-1, -2)
         if self.row is not None:
             tensor = tensor[self.row : self.row + self.shape[0]]
+        if self.lane is not None:
+            tensor = tensor[..., self.lane[0] :: self.lane[1]]
         return tensor.reshape(self.shape)
 
     def overlap(self, start: Shape, shape: Shape) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
@@ -225,10 +268,10 @@ class Parameter:
         return math.prod(self.shape)
 
 
-def parameters(model: DecoderModel) -> list[Parameter]:
+def parameters(model: TextModel) -> list[Parameter]:
     """Return every parameter of `model`, in checkpoint order. The model must be one that `config.model_type`
     supports."""
-    names = FAMILIES[model_type(model)].names
+    names = HUB_TYPES[model_type(model)].names
     hidden = model.hidden_size
     vocab = model.vocab_size
     found = [_whole("embed.weight", f"{names.embed}.weight", (vocab, hidden))]
@@ -236,12 +279,12 @@ def parameters(model: DecoderModel) -> list[Parameter]:
         shape = (model.learned_positions, hidden)
         found.append(_whole("position_embed.weight", f"{names.positions}.weight", shape))
     for layer in range(model.num_layers):
-        found += _layer(model, layer, names)
-    found += _norm(model, "norm", names.norm, hidden)
+        found += _hybrid_layer(model, layer, names) if isinstance(model, HybridModel) else _layer(model, layer, names)
+    found += _norm(model.as_decoder, "norm", names.norm, hidden)
     return found if model.tied_embeddings else [*found, _whole("head.weight", f"{names.head}.weight", (vocab, hidden))]
 
 
-def tensor_shapes(model: DecoderModel) -> dict[str, Shape]:
+def tensor_shapes(model: TextModel) -> dict[str, Shape]:
     """Return the shape of every tensor in a checkpoint of `model`, by name."""
     return {name: stored_shape(places) for name, places in places_of(parameters(model)).items()}
 
@@ -262,6 +305,8 @@ def stored_shape(places: Places) -> Shape:
     """Return the shape of the tensor that consists of these pieces."""
     _, piece = places[0]
     shape = piece.tensor_shape
+    if piece.lane is not None:
+        return (*shape[:-1], shape[-1] * piece.lane[1])
     if piece.row is None:
         return shape
     rows = sum(one.shape[0] for _, one in places)
@@ -311,6 +356,8 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
         for name, heads in (("attention.q_norm", model.num_heads), ("attention.k_norm", model.num_kv_heads)):
             size = head * (heads if model.qk_norm_over == "all" else 1)
             yield from _norm(model, f"{ours}.{name}", f"{theirs}.{named[name]}", size)
+    if model.attention_sinks:
+        yield _whole(f"{ours}.attention.sinks", f"{theirs}.{named['attention.sinks']}", (model.num_heads,))
     yield from norm("attention_out_norm", of_attention.after)
     yield from norm("ffn_norm", of_ffn.before)
     yield from norm("ffn_out_norm", of_ffn.after)
@@ -324,6 +371,51 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
         yield _whole(f"{ours}.ffn_bias", f"{theirs}.{named['ffn.down']}.bias", (hidden,))
 
 
+def _hybrid_layer(model: HybridModel, layer: int, names: Names) -> Iterator[Parameter]:
+    letter = model.layers[layer]
+    kind = {"M": "mamba", "*": "attention"}.get(letter, "ffn")
+    ours = f"blocks.{layer}"
+    theirs = f"{names.layers}.{layer // names.merged}"
+    hidden, query, key = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    yield _whole(f"{ours}.norm.weight", f"{theirs}.{names.layer[f'{kind}_norm']}.weight", (hidden,))
+    if letter == "M":
+        yield from _mamba(model, f"{ours}.mamba", f"{theirs}.{names.layer['mamba']}")
+        return
+    if letter == "E":
+        yield from _experts(model.as_decoder, f"{ours}.ffn", f"{theirs}.{names.moe}", names)
+        return
+    shapes = {"q": (query, hidden), "k": (key, hidden), "v": (key, hidden), "out": (hidden, query)}
+    if kind == "ffn":
+        halves = dict.fromkeys(("gate", "up") if model.gated_mlp else ("up",), (model.ffn_size, hidden))
+        shapes = halves | {"down": (hidden, model.ffn_size)}
+    for name, shape in shapes.items():
+        yield _whole(f"{ours}.{kind}.{name}.weight", f"{theirs}.{names.layer[f'{kind}.{name}']}.weight", shape)
+
+
+def _mamba(model: HybridModel, ours: str, theirs: str) -> Iterator[Parameter]:
+    """The input projections of a state-space layer, and its convolutions, are each one tensor."""
+    heads, hidden, states = model.mamba_heads, model.hidden_size, model.mamba_groups * model.mamba_state_size
+    inner = heads * model.mamba_head_dim
+    sizes = {"z": inner, "x": inner, "b": states, "c": states, "dt": heads}
+    row = 0
+    for name, rows in sizes.items():
+        piece = Piece(f"{theirs}.in_proj.weight", (0, 0), (rows, hidden), row=row)
+        yield Parameter(f"{ours}.{name}.weight", (rows, hidden), (piece,))
+        row += rows
+    row = 0
+    for name in "xbc":
+        shape = (sizes[name], CONV_TAPS)
+        piece = Piece(f"{theirs}.conv1d.weight", (0, 0), shape, row=row, is_conv=True)
+        yield Parameter(f"{ours}.conv_{name}.weight", shape, (piece,))
+        piece = Piece(f"{theirs}.conv1d.bias", (0,), shape[:1], row=row)
+        yield Parameter(f"{ours}.conv_{name}.bias", shape[:1], (piece,))
+        row += sizes[name]
+    for name, tensor in {"dt_bias": "dt_bias", "a_log": "A_log", "skip": "D"}.items():
+        yield _whole(f"{ours}.{name}", f"{theirs}.{tensor}", (heads,))
+    yield _whole(f"{ours}.norm", f"{theirs}.norm.weight", (inner,))
+    yield _whole(f"{ours}.out.weight", f"{theirs}.out_proj.weight", (hidden, inner))
+
+
 def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Iterator[Parameter]:
     experts = model.experts
     assert experts is not None
@@ -331,11 +423,28 @@ def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Itera
     rows = range(experts.num_experts)
     up_shape, down_shape = (experts.num_experts, hidden, 2 * width), (experts.num_experts, width, hidden)
     yield _whole(f"{ours}.router.weight", f"{theirs}.{names.router}.weight", (experts.num_experts, hidden))
+    if experts.bias:
+        yield _whole(f"{ours}.router.bias", f"{theirs}.{names.router}.bias", (experts.num_experts,))
     if len(names.experts) == 2:  # all experts in one tensor
         both, down = names.experts
-        for name, tensor, stacked in (("up", both, up_shape), ("down", down, down_shape)):
-            stack = Piece(f"{theirs}.{tensor}", (0, 0, 0), stacked, transposed=True, stacked=True)
-            yield Parameter(f"{ours}.experts.{name}", stacked, (stack,))
+
+        def halves_of(tensor: str, *shape: int) -> Iterator[Piece]:
+            """Gate and linear half, whose columns alternate in the tensor."""
+            for number, at in enumerate((0, width)):
+                yield Piece(tensor, (*(0 for _ in shape), at), (*shape, width), lane=(number, 2))
+
+        if names.alternating:
+            ups = halves_of(f"{theirs}.{both}", experts.num_experts, hidden)
+            yield Parameter(f"{ours}.experts.up", up_shape, tuple(ups))
+            yield _whole(f"{ours}.experts.down", f"{theirs}.{down}", down_shape)
+        else:
+            for name, tensor, stacked in (("up", both, up_shape), ("down", down, down_shape)):
+                stack = Piece(f"{theirs}.{tensor}", (0, 0, 0), stacked, transposed=True, stacked=True)
+                yield Parameter(f"{ours}.experts.{name}", stacked, (stack,))
+        if experts.bias:
+            biases = halves_of(f"{theirs}.{both}_bias", experts.num_experts)
+            yield Parameter(f"{ours}.experts.up_bias", (up_shape[0], up_shape[2]), tuple(biases))
+            yield _whole(f"{ours}.experts.down_bias", f"{theirs}.{down}_bias", (down_shape[0], hidden))
     else:
         gate, up, down = names.experts
 
@@ -385,7 +494,7 @@ def adapter_config(model: DecoderModel, lora: LoraSpec, base: str | None) -> Jso
     """Return the content of adapter_config.json. `base` identifies the frozen weights for from_pretrained. Raises
     RecipeError if the adapted matrices are not whole tensors in models of this type."""
     kind = model_type(model)
-    names = FAMILIES[kind].names
+    names = HUB_TYPES[kind].names
     if names.fused or names.transposed:
         message = (
             f"{kind} stores several adapted matrices in one tensor, or transposed, so PEFT cannot load the adapters"

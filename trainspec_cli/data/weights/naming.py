@@ -15,7 +15,7 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.data.huggingface.config import model_type
 from trainspec_cli.data.huggingface.safetensors import EMBED, HEAD, tensor_shapes
 from trainspec_cli.data.weights.stored import Shape
-from trainspec_cli.recipe.keys.model import DecoderModel, departs
+from trainspec_cli.recipe.keys.model import DecoderModel, TextModel, departs
 
 Naming = Literal["hf", "torchtitan", "megatron", "megatron_layers", "litgpt"]
 """`megatron` stacks the layers of each tensor, and `megatron_layers` numbers them; Megatron writes both."""
@@ -57,7 +57,7 @@ class OtherTensor:
     embedding."""
 
 
-def other_tensors(model: DecoderModel, naming: Naming) -> list[OtherTensor]:
+def other_tensors(model: TextModel, naming: Naming) -> list[OtherTensor]:
     """Return every tensor of `model` under the names of a project. Raises RecipeError if the project has no names for
     this model."""
     kind = model_type(model)
@@ -69,6 +69,7 @@ def other_tensors(model: DecoderModel, naming: Naming) -> list[OtherTensor]:
         known = ", ".join(SUPPORTED[naming])
         message = f"the model is of type {kind}; {naming}'s names are known only for {known}"
         raise RecipeError(Problem("unsupported", message, "model", hint))
+    assert isinstance(model, DecoderModel), "the types in `SUPPORTED` are decoders"
     for key in ("mlp_bias", "activation") + (("attention_bias",) if model.attention_bias == "all" else ()):
         if departs(model, key):
             message = f"`model.{key}` is {getattr(model, key)}, which {naming}'s {kind} does not have"

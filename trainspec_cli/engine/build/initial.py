@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.data.huggingface.folder import list_names, open_weights
-from trainspec_cli.data.huggingface.safetensors import Piece, StoredTensor, parameters
+from trainspec_cli.data.huggingface.safetensors import PackedTensor, Piece, StoredTensor, parameters
 from trainspec_cli.data.weights.folder import open_other
 from trainspec_cli.data.weights.stored import PartedTensor
 from trainspec_cli.engine.build.train_state import TrainState
@@ -23,7 +23,7 @@ from trainspec_cli.engine.checkpoint.saver import load_weights
 from trainspec_cli.engine.comm.json_collectives import errors_together
 from trainspec_cli.engine.digest import NOT_FINITE, count_not_finite, is_finite
 from trainspec_cli.engine.shares import Share, split_quantised
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.model import DecoderModel, TextModel
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.paths import RunDir
 
@@ -40,8 +40,12 @@ def load_initial(plan: Plan, state: TrainState) -> None:
     folder = init.hugging_face or init.other
     with errors_together():
         if folder is not None:
-            assert isinstance(model, DecoderModel), "other families are rejected before launch"
-            entries = open_weights(folder, model) if init.hugging_face is not None else open_other(folder, model)
+            assert isinstance(model, TextModel), "other families are rejected before launch"
+            if init.hugging_face is not None:
+                entries: Mapping[str, StoredTensor | PackedTensor | PartedTensor] = open_weights(folder, model)
+            else:
+                assert isinstance(model, DecoderModel), "hybrid models are rejected before launch"
+                entries = open_other(folder, model)
             load_tensors(folder, entries, model, state.shares)
         elif init.run is not None:
             run = RunDir(init.run)
@@ -52,7 +56,10 @@ def load_initial(plan: Plan, state: TrainState) -> None:
 
 @torch.no_grad()
 def load_tensors(
-    folder: Path, entries: Mapping[str, StoredTensor | PartedTensor], model: DecoderModel, shares: Sequence[Share]
+    folder: Path,
+    entries: Mapping[str, StoredTensor | PackedTensor | PartedTensor],
+    model: TextModel,
+    shares: Sequence[Share],
 ) -> None:
     """Load the weights in `folder`. Files are memory-mapped, so a rank reads only the pages that contain its parts.
     Raises a MachineError that lists the tensors with non-finite values."""
@@ -74,7 +81,7 @@ class MappedTensors:
     """Tensors read from files. A tensor in a safetensors file is a view of the memory-mapped file; any other tensor is
     assembled from its parts."""
 
-    def __init__(self, entries: Mapping[str, StoredTensor | PartedTensor]):
+    def __init__(self, entries: Mapping[str, StoredTensor | PackedTensor | PartedTensor]):
         self._entries = entries
         self._files: dict[Path, Tensor] = {}
 
@@ -104,9 +111,14 @@ class MappedTensors:
                 numbers = self._numbers(held.file, held.start, held.span_bytes, DTYPES[held.dtype])
                 box = tuple(slice(at, at + size) for at, size in zip(part.start, held.shape, strict=True))
                 tensor[box] = numbers.as_strided(held.shape, held.strides)
+        elif isinstance(entry, PackedTensor):
+            tensor = unpack(*(self._whole(held, torch.uint8) for held in (entry.numbers, entry.exponents)))
         else:
-            tensor = self._numbers(entry.file, entry.start, entry.bytes, DTYPES[entry.dtype]).view(entry.shape)
+            tensor = self._whole(entry, DTYPES[entry.dtype])
         return piece.part_of(tensor)
+
+    def _whole(self, entry: StoredTensor, dtype: torch.dtype) -> Tensor:
+        return self._numbers(entry.file, entry.start, entry.bytes, dtype).view(entry.shape)
 
     def _numbers(self, file: Path, start: int, size: int, dtype: torch.dtype) -> Tensor:
         if file not in self._files:
@@ -115,3 +127,17 @@ class MappedTensors:
         content = self._files[file][start : start + size]
         # Multi-byte numbers must be aligned in memory, but in a file they may not be.
         return (content.clone() if start % dtype.itemsize else content).view(dtype)
+
+
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers with 2 bits of exponent and 1 bit of mantissa, without their sign."""
+
+
+def unpack(numbers_EFB16: Tensor, exponents_EFB: Tensor) -> Tensor:
+    """Return the matrices (E, D, F) of a tensor in MXFP4, in bf16, which represents them exactly."""
+    values = torch.tensor([sign * value for sign in (1, -1) for value in FP4_VALUES], dtype=torch.bfloat16)
+    matrices_EFD = []
+    for numbers, exponents in zip(numbers_EFB16, exponents_EFB, strict=True):  # indices take 8 times as much memory
+        pairs = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)
+        matrices_EFD.append(torch.ldexp(values[pairs.int()], exponents.int()[..., None] - 127).flatten(-2))
+    return torch.stack(matrices_EFD).swapaxes(-1, -2)

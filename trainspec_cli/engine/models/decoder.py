@@ -5,7 +5,7 @@ Shapes: B samples, S tokens per sample, D hidden size, E rotary dimension of a h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -88,8 +88,14 @@ class Decoder(LanguageModel):
     positions_S: Tensor
     writes_per_layer: ClassVar[int] = 2
 
-    def __init__(self, model: DecoderModel, seq_len: int, layers: range | None = None):
-        super().__init__(model, layers, lambda layer: Block(model, layer))
+    def __init__(
+        self,
+        model: DecoderModel,
+        seq_len: int,
+        layers: range | None = None,
+        make_block: Callable[[int], nn.Module] | None = None,
+    ):
+        super().__init__(model, layers, make_block or (lambda layer: Block(model, layer)))
         self.model = model
         self.seq_len = seq_len
         if self.norm is not None:
@@ -101,7 +107,7 @@ class Decoder(LanguageModel):
         self.position_embed = None
         if model.learned_positions and (layers is None or 0 in layers):
             self.position_embed = nn.Embedding(model.learned_positions, model.hidden_size)
-        self._rotations = {"": (model.rope_theta, model.rope_scaling)}
+        self._rotations = {"": (model.rope_theta, model.rope_scaling)} if model.rotates else {}
         if model.local_rope_theta is not None:
             self._rotations["local_"] = (model.local_rope_theta, None)
         for name in self._rotations:

@@ -8,9 +8,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from trainspec_cli.engine.models.attention import Attention
-from trainspec_cli.engine.models.decoder import dense_feed_forward
+from trainspec_cli.engine.models.decoder import Decoder, dense_feed_forward
 from trainspec_cli.engine.models.experts import MixtureOfExperts
-from trainspec_cli.engine.models.language_model import LanguageModel
 from trainspec_cli.engine.models.layers import RMSNorm
 from trainspec_cli.engine.models.mamba2 import Mamba2
 from trainspec_cli.recipe.keys.model import HybridModel
@@ -25,8 +24,7 @@ MIXERS: dict[str, tuple[str, Callable[[HybridModel], nn.Module]]] = {
 
 
 class HybridBlock(nn.Module):
-    """A block: x + mixer(norm(x)). The mixer is Mamba-2, attention without positions, a feed-forward layer or
-    experts."""
+    """A block: x + mixer(norm(x)). The mixer is Mamba-2, attention, a feed-forward layer or experts."""
 
     def __init__(self, model: HybridModel, letter: str):
         super().__init__()
@@ -34,18 +32,19 @@ class HybridBlock(nn.Module):
         self.norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.add_module(self.kind, make(model))
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return x_BSD + self.get_submodule(self.kind)(self.norm(x_BSD))
+    def forward(self, x_BSD: Tensor, *inputs: Tensor) -> Tensor:
+        """`inputs`: as in `Decoder.block_inputs`."""
+        used = inputs if self.kind == "attention" else ()
+        return x_BSD + self.get_submodule(self.kind)(self.norm(x_BSD), *used)
 
 
-class Hybrid(LanguageModel):
-    """A hybrid model. Its layers do not need position embeddings."""
+class Hybrid(Decoder):
+    """A decoder whose layers have a single mixer."""
 
     writes_per_layer: ClassVar[int] = 1
 
-    def __init__(self, model: HybridModel, _seq_len: int, layers: range | None):
-        super().__init__(model, layers, lambda layer: HybridBlock(model, model.layers[layer]))
-        self.model = model
+    def __init__(self, model: HybridModel, seq_len: int, layers: range | None = None):
+        super().__init__(model.as_decoder, seq_len, layers, lambda layer: HybridBlock(model, model.layers[layer]))
 
 
 build = Hybrid

@@ -106,6 +106,7 @@ class Mamba2(nn.Module):
         self.state_size = model.mamba_state_size
         self.group_size = inner // model.mamba_groups
         self.norm_eps = model.norm_eps
+        self.step_limits = (model.mamba_step_min, model.mamba_step_max) if model.limits_step else None
         self.z, self.x = nn.Linear(inputs, inner, bias=False), nn.Linear(inputs, inner, bias=False)
         self.b, self.c = nn.Linear(inputs, states, bias=False), nn.Linear(inputs, states, bias=False)
         self.dt = nn.Linear(inputs, heads, bias=False)
@@ -121,6 +122,8 @@ class Mamba2(nn.Module):
         b_BSGN = F.silu(self.conv_b(self.b(x_BSD))).unflatten(-1, (-1, self.state_size))
         c_BSGN = F.silu(self.conv_c(self.c(x_BSD))).unflatten(-1, (-1, self.state_size))
         dt_BSH = F.softplus(precise(self.dt(x_BSD)) + precise(self.dt_bias))
+        if self.step_limits is not None:
+            dt_BSH = dt_BSH.clamp(*self.step_limits)
         y_BSHP = self.ssd_scan(x_BSHP, dt_BSH, -precise(self.a_log).exp(), b_BSGN, c_BSGN)
         y_BSHP = y_BSHP + x_BSHP * self.skip[:, None]
         gated = (y_BSHP.flatten(2) * F.silu(self.z(x_BSD))).unflatten(-1, (-1, self.group_size))

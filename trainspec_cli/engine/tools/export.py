@@ -35,7 +35,7 @@ from trainspec_cli.data.weights.stored import Shape
 from trainspec_cli.engine.checkpoint.memory import DTYPES
 from trainspec_cli.engine.checkpoint.saver import read_weights
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.model import TextModel
 from trainspec_cli.recipe.keys.run import LITGPT_FILE
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.plan import Plan
@@ -81,7 +81,7 @@ def export_other(plan: Plan, request: ExportRequest) -> int:
     """Write the weights in the format of a project other than Hugging Face; return the number of files."""
     model = plan.spec.model
     folder = Path(request.output)
-    assert isinstance(model, DecoderModel), "other families are rejected with an error that names them"
+    assert isinstance(model, TextModel), "other families are rejected with an error that names them"
     tensors = other_tensors(model, request.naming)
     dtype = DTYPES[request.dtype]
     read_tensor = reader(model, lambda held: read(plan, Path(request.checkpoint), held))
@@ -123,7 +123,7 @@ def _sharing(wanted: Sequence[Parameter]) -> Iterator[list[Parameter]]:
 
 
 def _parameters(plan: Plan) -> list[Parameter]:
-    assert isinstance(plan.spec.model, DecoderModel), "other families are rejected with an error that names them"
+    assert isinstance(plan.spec.model, TextModel), "other families are rejected with an error that names them"
     return parameters(plan.spec.model)
 
 
@@ -230,7 +230,7 @@ def write_state(tensors: Sequence[OtherTensor], read: ReadTensor, dtype: torch.d
     return 1
 
 
-def reader(model: DecoderModel, read: Callable[[Sequence[Parameter]], Mapping[str, Tensor]]) -> ReadTensor:
+def reader(model: TextModel, read: Callable[[Sequence[Parameter]], Mapping[str, Tensor]]) -> ReadTensor:
     """Return a function that reads one Hugging Face tensor, given one that reads the engine's full parameters."""
     places = places_of(parameters(model))
 
@@ -243,6 +243,8 @@ def reader(model: DecoderModel, read: Callable[[Sequence[Parameter]], Mapping[st
 def assemble(places: Places, full: Mapping[str, Tensor]) -> Tensor:
     """Return the Hugging Face tensor that consists of these pieces of full parameters."""
     boxes = [cut(full[parameter.name], piece) for parameter, piece in places]
+    if places[0][1].lane is not None:
+        return torch.stack(boxes, dim=-1).flatten(-2)
     return boxes[0] if len(boxes) == 1 else torch.cat(boxes, dim=1 if places[0][1].transposed else 0)
 
 

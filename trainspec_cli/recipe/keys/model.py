@@ -306,7 +306,7 @@ class DecoderModel:
     @property
     def rotates(self) -> bool:
         """Return whether positions are encoded by rotating queries and keys."""
-        return self.learned_positions == 0
+        return self.learned_positions == 0 and self.rotary_fraction > 0
 
     @property
     def rotated_size(self) -> int:
@@ -401,6 +401,10 @@ class HybridModel:
     """State size per channel in a state-space layer."""
     mamba_groups: PositiveInt = 8
     """Number of groups of heads that share the scan's inputs B and C."""
+    mamba_step_min: NonNegativeFloat = 0.0
+    """Lower limit of the scan's step dt, which a state-space layer computes for each token and head."""
+    mamba_step_max: PositiveFloat | None = None
+    """Upper limit of the step; null: no limit."""
     family: Literal["hybrid"] = "hybrid"
     """The name of the model family."""
     name: str = ""
@@ -414,6 +418,14 @@ class HybridModel:
     layer_pattern: str = ""
     """One letter per layer: M Mamba, * attention, - feed-forward, E experts. If empty, each kind is distributed
     evenly."""
+    rotary_fraction: Annotated[float, Range(0, 1)] = 0.0
+    """The fraction of each attention head that is rotated by position (Bamba); 0: attention does not encode
+    positions."""
+    rope_theta: PositiveFloat = 10_000.0
+    """The base of the rotary frequencies."""
+    hf_type: str = ""
+    """The model type of transformers that exports write and folders are read as; if empty, the first one that describes
+    the model."""
 
     unit: ClassVar[Literal["tokens"]] = "tokens"
     record: ClassVar[FamilyRecord] = FamilyRecord(
@@ -429,8 +441,14 @@ class HybridModel:
     is_built: ClassVar[bool] = True
     prediction_layers: ClassVar[int] = 0
     learned_positions: ClassVar[int] = 0
-    rotates: ClassVar[bool] = False
-    rotated_size: ClassVar[int] = 0
+
+    @property
+    def rotates(self) -> bool:
+        return self.attention_layers > 0 and self.rotary_fraction > 0
+
+    @property
+    def rotated_size(self) -> int:
+        return int(self.head_dim * self.rotary_fraction)
 
     @property
     def scans(self) -> bool:
@@ -467,8 +485,12 @@ class HybridModel:
         return self.mamba_num_heads or self.mamba_expand * self.hidden_size // self.mamba_head_dim
 
     @property
+    def limits_step(self) -> bool:
+        return self.mamba_step_min > 0 or self.mamba_step_max is not None
+
+    @property
     def as_decoder(self) -> DecoderModel:
-        """Return the attention, feed-forward and expert layers as a decoder without position embeddings."""
+        """Return the attention, feed-forward and expert layers as a decoder."""
         return DecoderModel(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -482,6 +504,8 @@ class HybridModel:
             gated_mlp=self.gated_mlp,
             activation=self.activation,
             experts=self.experts,
+            rotary_fraction=self.rotary_fraction if self.rotates else 0.0,
+            rope_theta=self.rope_theta,
         )
 
 
@@ -587,6 +611,7 @@ class ConvModel:
     learned_positions: ClassVar[int] = 0
     tied_embeddings: ClassVar[bool] = False
     rotates: ClassVar[bool] = False
+    scans: ClassVar[bool] = False
     experts: ClassVar[None] = None
 
     @property

@@ -117,7 +117,7 @@ def documents(spec: RunSpec) -> Iterator[Problem]:
     if not spec.data.masks_documents:
         return
     path = "data.document_masks" if spec.data.document_masks else "data.source"
-    if not spec.model.rotates:
+    if not spec.model.rotates or spec.model.scans:
         message = "only attention with rotary embeddings keeps documents apart; this model mixes tokens in other ways"
         yield Problem("unsupported", message, path, "choose a decoder with rotary embeddings")
     if size_of(spec.layout, "cp") > 1:
@@ -326,7 +326,7 @@ def heads(spec: RunSpec) -> Iterator[Problem]:
 
 def rotary_width(spec: RunSpec) -> Iterator[Problem]:
     model = spec.model
-    if not isinstance(model, DecoderModel):
+    if not isinstance(model, TextModel) or not model.rotates:
         return
     if model.head_dim % 2:
         message = f"`model.head_dim` is {model.head_dim}; rotary embeddings rotate pairs of values, so it must be even"

@@ -14,7 +14,7 @@ from trainspec_cli.data.huggingface.config import differences, read_model
 from trainspec_cli.data.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
 from trainspec_cli.data.weights.folder import config_file, open_other, read_other_model
 from trainspec_cli.recipe.compose.compose import Completion
-from trainspec_cli.recipe.keys.model import AUTO_FAMILY, DecoderModel, ModelSpec
+from trainspec_cli.recipe.keys.model import AUTO_FAMILY, DecoderModel, ModelSpec, TextModel
 from trainspec_cli.recipe.keys.run import HUGGING_FACE, SAMPLE_SOURCES, InitSpec, RunSpec
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.records import build, choose_section, to_plain
@@ -48,7 +48,7 @@ def complete_from(begins_with: str, data: JsonObject, model: JsonObject, *, unch
     if mine is None or theirs is None:
         contradictions = []
     else:
-        if isinstance(mine, DecoderModel) and isinstance(theirs, DecoderModel):
+        if isinstance(mine, TextModel) and isinstance(theirs, TextModel) and mine.family == theirs.family:
             differing = differences(mine, theirs)
         else:
             differing = {} if mine == theirs else {"family": (mine.family, theirs.family)}
@@ -105,9 +105,9 @@ def check_initial(spec: RunSpec) -> Iterable[Problem]:
     """Return the problems of a checkpoint in `init.from` that does not contain the model's weights."""
     try:
         if (folder := spec.init.hugging_face) is not None:
-            if not isinstance(spec.model, DecoderModel):
+            if not isinstance(spec.model, TextModel):
                 raise RecipeError(
-                    Problem("unsupported", "models from Hugging Face folders must be decoders", "init.from")
+                    Problem("unsupported", "models from Hugging Face folders must be text models", "init.from")
                 )
             open_weights(folder, spec.model)
         elif (folder := spec.init.other) is not None:

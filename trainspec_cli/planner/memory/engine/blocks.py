@@ -738,6 +738,8 @@ def mamba(tape: Tape, x: Value, shape: Shape) -> Value:
     inner, b, c = (convolved(tape, x, rows, shape) for rows in (scan.inner, scan.states, scan.states))
     dt = tape.cast(tape.linear(x, tape.leaf(shape.hidden * scan.heads), scan.tokens * scan.heads), PRECISE)
     dt = tape.unary(tape.apply((dt,), dt.elements, width=PRECISE))
+    if shape.hybrid.limits_step:
+        dt = tape.unary(dt)
     y = selective_scan(tape, inner, dt, b, c, scan)
     y = tape.add(y, scaled(tape, inner, tape.leaf(scan.heads)))
     normed = gated_norm(tape, y, tape.linear(x, tape.leaf(shape.hidden * scan.inner), y.elements), scan)

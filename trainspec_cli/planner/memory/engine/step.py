@@ -458,9 +458,9 @@ class _Replay:
     def _hold_state(self) -> None:
         units = [unit for stage in self.stages.values() for unit in stage.units]
         own = 0.0 if self.given.offloads else sum(part.unit.own for part in units)
-        # Each stage keeps two tables with a row per token: cosines and sines in fp32, and positions.
-        angles_bytes = 2 * 4 * self.model.rotated_size + 8 if self.model.rotated_size else 0.0
-        tables = len(self.stages) * self.given.seq_len * angles_bytes
+        # Each stage keeps tables with a row per token: positions, and cosines and sines in fp32.
+        row_bytes = 8 + (2 * 4 * self.model.rotated_size if self.model.rotates else 0)
+        tables = len(self.stages) * self.given.seq_len * row_bytes
         quantised = sum(part.unit.quantised_bytes for part in units)
         self.account.add("parameters", own * MASTER_WIDTH + quantised + tables)
         self.account.add("optimizer", self._optimizer_bytes())
