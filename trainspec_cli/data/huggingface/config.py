@@ -45,7 +45,7 @@ def _misfits(model: DecoderModel, kind: str) -> dict[str, object] | None:
     if problems or (found.experts is None) is not (model.experts is None):
         return None
     misfits = {key: ours for key, (ours, _) in differences(model, found).items()}
-    if model.experts is not None and model.experts.balance_rate:
+    if model.experts is not None and model.experts.balance_rate and not FAMILIES[kind].names.choice_bias:
         misfits["experts.balance_rate"] = model.experts.balance_rate
     return misfits
 
@@ -98,9 +98,15 @@ def _comparable(model: DecoderModel) -> dict[str, object]:
     if model.experts is not None and all(model.is_expert_layer(layer) for layer in range(model.num_layers)):
         # No layer has a dense feed-forward network, so its width has no effect.
         del flat["ffn_size"]
+    if model.experts is not None:
+        flat["experts.choice_bias"] = model.experts.has_choice_bias
+        if model.experts.top_groups >= model.experts.num_groups:
+            flat |= {"experts.num_groups": 1, "experts.top_groups": 1, "experts.group_best": 2}
     if model.sliding_window is None:
         del flat["global_attention_every"]
-    if model.mla is None and model.attention_scale is None:
+    if model.mla is not None:
+        flat |= {"head_dim": None, "num_kv_heads": None, "mla.norm_eps": model.mla.norm_eps or model.norm_eps}
+    elif model.attention_scale is None:
         flat["attention_scale"] = model.head_dim**-0.5
     return {key: value for key, value in flat.items() if key not in _FREE and value is not None}
 

@@ -25,7 +25,7 @@ from trainspec_cli.core.reading.files import (
 )
 from trainspec_cli.data.huggingface.config import model_type
 from trainspec_cli.data.huggingface.families import FAMILIES, Names
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.model import DecoderModel, LatentAttentionSpec
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.records import read_record, to_plain
 
@@ -182,12 +182,14 @@ class Piece:
     tensor is transposed.)"""
     stacked: bool = False
     """True if the tensor has the parameter's dimension of experts."""
+    leading: Shape = ()
+    """Dims of size 1 that the tensor has before the parameter's."""
 
     @property
     def tensor_shape(self) -> Shape:
         """Return the shape of the box in the file, which has no expert dimension unless experts are stacked."""
         if not self.transposed:
-            return self.shape
+            return (*self.leading, *self.shape)
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return shape if self.stacked else shape[-2:]
 
@@ -219,6 +221,8 @@ class Parameter:
     """The parameter's name in the engine's model."""
     shape: Shape
     pieces: tuple[Piece, ...]
+    dtype: str | None = None
+    """The format in files, if it is always the same."""
 
     @property
     def numel(self) -> int:
@@ -302,9 +306,13 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
 
     yield from norm("attention_norm", of_attention.before)
     head = model.head_dim
-    for name, heads in {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}.items():
-        yield from matrix(f"attention.{name}", heads * head, hidden, biased=model.attention_bias != "none")
-    yield from matrix("attention.out", hidden, model.num_heads * head, biased=False)
+    if model.mla is None:
+        for name, heads in {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}.items():
+            yield from matrix(f"attention.{name}", heads * head, hidden, biased=model.attention_bias != "none")
+        yield from matrix("attention.out", hidden, model.num_heads * head, biased=False)
+    else:
+        for name, shape in _latent_shapes(model, model.mla).items():
+            yield _whole(f"{ours}.attention.{name}.weight", f"{theirs}.{named[f'attention.{name}']}.weight", shape)
     if model.attention_bias == "all":
         yield _whole(f"{ours}.attention_bias", f"{theirs}.{named['attention.out']}.bias", (hidden,))
     if model.qk_norm:
@@ -324,6 +332,21 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
         yield _whole(f"{ours}.ffn_bias", f"{theirs}.{named['ffn.down']}.bias", (hidden,))
 
 
+def _latent_shapes(model: DecoderModel, mla: LatentAttentionSpec) -> dict[str, Shape]:
+    """Return the shapes of the matrices and norms of latent attention."""
+    hidden, heads = model.hidden_size, model.num_heads
+    shapes: dict[str, Shape] = {}
+    if mla.q_lora_rank:
+        shapes |= {"q_down": (mla.q_lora_rank, hidden), "q_norm": (mla.q_lora_rank,)}
+    return shapes | {
+        "q": (heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), mla.q_lora_rank or hidden),
+        "kv_down": (mla.kv_lora_rank + mla.qk_rope_head_dim, hidden),
+        "kv_norm": (mla.kv_lora_rank,),
+        "kv": (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
+        "out": (hidden, heads * mla.v_head_dim),
+    }
+
+
 def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Iterator[Parameter]:
     experts = model.experts
     assert experts is not None
@@ -331,6 +354,11 @@ def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Itera
     rows = range(experts.num_experts)
     up_shape, down_shape = (experts.num_experts, hidden, 2 * width), (experts.num_experts, width, hidden)
     yield _whole(f"{ours}.router.weight", f"{theirs}.{names.router}.weight", (experts.num_experts, hidden))
+    if experts.has_choice_bias and names.choice_bias:
+        tensor = f"{theirs}.{names.choice_bias}"
+        piece_of_bias = Piece(tensor, (0,), (experts.num_experts,), leading=names.choice_bias_leading)
+        name = f"{ours}.router.balance_bias_E"
+        yield Parameter(name, (experts.num_experts,), (piece_of_bias,), dtype="F32")
     if len(names.experts) == 2:  # all experts in one tensor
         both, down = names.experts
         for name, tensor, stacked in (("up", both, up_shape), ("down", down, down_shape)):

@@ -66,6 +66,8 @@ class LatentAttentionSpec:
     """Width of the part that is rotated."""
     v_head_dim: PositiveInt = 128
     """Width of a value's head."""
+    norm_eps: PositiveFloat | None = None
+    """`norm_eps` of the latents' norms; null: the same as in the model's other norms."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class RopeScaling:
     whole_bounds: bool = True
     """yarn: round the indices of the first and last frequency between these two limits to integers (gpt_oss does
     not)."""
+    mscale: NonNegativeFloat = 1.0
+    """yarn: attention scores are multiplied by (0.1 mscale ln(factor) + 1)^2."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +126,15 @@ class ExpertSpec:
     weight_scale: PositiveFloat = 1.0
     """Factor applied to the weights after normalisation (the routed scaling factor)."""
     num_groups: PositiveInt = 1
-    """Number of expert groups. A token's experts come from the `top_groups` groups whose two best experts have the
-    highest scores."""
+    """Number of expert groups. A token's experts come from the `top_groups` groups whose `group_best` best experts have
+    the highest scores."""
     top_groups: PositiveInt = 1
     """Number of expert groups that a token may choose from."""
+    group_best: PositiveInt = 2
+    """Number of best experts whose scores are summed to a group's score (1 in DeepSeek-V2)."""
+    choice_bias: bool = False
+    """True if each expert has a bias that counts only in the choice of experts (DeepSeek-V3's e_score_correction_bias).
+    Only `balance_rate` changes it, which also adds it."""
     balance_rate: NonNegativeFloat = 0.0
     """Loss-free balancing (arXiv:2408.15664): after each step, the bias of each expert that received fewer tokens than
     the mean is raised by this amount, and the biases of the others are lowered by it; 0: no balancing."""
@@ -135,6 +144,10 @@ class ExpertSpec:
     capacity_factor: PositiveFloat | None = None
     """An expert accepts at most this many times its even share of each sequence's tokens, those with the highest
     weights first, and drops the rest. null: it accepts all tokens (dropless)."""
+
+    @property
+    def has_choice_bias(self) -> bool:
+        return self.choice_bias or self.balance_rate > 0
 
 
 class LayerNorms(NamedTuple):

@@ -342,7 +342,7 @@ def decoder_features(spec: RunSpec) -> Iterator[Problem]:
         return
     apart = {
         "mla": (
-            *("attention_scale", "attention_softcap", "rotary_pairs", "rotary_fraction", "local_rope_theta"),
+            *("attention_scale", "attention_softcap", "attention_bias", "rotary_fraction", "local_rope_theta"),
             *("rotated_layers", "unrotated_every", "qk_norm"),
         ),
         "attention_sinks": ("attention_softcap",),
