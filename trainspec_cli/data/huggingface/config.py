@@ -47,6 +47,8 @@ def _misfits(model: DecoderModel, kind: str) -> dict[str, object] | None:
     misfits = {key: ours for key, (ours, _) in differences(model, found).items()}
     if model.experts is not None and model.experts.balance_rate and not FAMILIES[kind].names.choice_bias:
         misfits["experts.balance_rate"] = model.experts.balance_rate
+    if model.prediction_layers and not FAMILIES[kind].names.predicts:
+        misfits["prediction_layers"] = model.prediction_layers
     return misfits
 
 
@@ -85,6 +87,7 @@ _FREE = (
     "name",
     "hf_type",
     "prediction_layers",
+    "prediction_loss_weight",
     "experts.balance_rate",
     "experts.balance_loss",
     "experts.capacity_factor",

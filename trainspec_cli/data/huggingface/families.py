@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainspec_cli.core.json_value import JsonObject, JsonValue
@@ -415,6 +415,15 @@ _LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_
 
 
 @dataclass(frozen=True)
+class PredictionLayers(Rule):
+    """The number of layers that predict further tokens. transformers does not load them, and does not write them though
+    it writes their number, so a recipe states whether they are read (`model.prediction_layers`)."""
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        config["num_nextn_predict_layers"] = model.prediction_layers
+
+
+@dataclass(frozen=True)
 class DenseFirst(Rule):
     """Which layers are dense: a list of all layers' kinds, or the number of leading dense ones."""
 
@@ -450,9 +459,8 @@ class ErnieLayers(Rule):
         layers = int(model["num_layers"])  # type: ignore[arg-type]
         if config.get("moe_layer_end_index") not in (None, -1, layers - 1):
             raise UnreadableValueError("dense layers after expert layers (`moe_layer_end_index`)")
-        experts = model["experts"]
-        assert isinstance(experts, dict)
-        if experts["first_dense_layers"] % experts["every"]:
+        first = get(config, "moe_layer_start_index", int, 1)
+        if first % get(config, "moe_layer_interval", int, 1):
             raise UnreadableValueError("a `moe_layer_start_index` that is not a multiple of `moe_layer_interval`")
 
     def write(self, model: DecoderModel, config: JsonObject) -> None:
@@ -574,6 +582,8 @@ class Names:
     """Name of the bias for the choice of experts; empty if the type has none."""
     choice_bias_leading: tuple[int, ...] = ()
     """Dims of size 1 before the bias's own."""
+    predicts: bool = False
+    """True if layers that predict further tokens follow the others, with DeepSeek-V3's names."""
 
     def of_layer(self, model: DecoderModel) -> Mapping[str, str]:
         if model.mla and model.mla.q_lora_rank:
@@ -791,6 +801,7 @@ def _deepseek_experts(
 
 
 _DEEPSEEK_NAMES = Names(LLAMA, shared="shared_experts", choice_bias="gate.e_score_correction_bias")
+_LATENT_NAMES = replace(_DEEPSEEK_NAMES, layer=_LATENT, predicts=True)
 _ERNIE_EXPERTS: dict[str, JsonValue] = {"num_experts": 64, "top_k": 6, "expert_ffn_size": 1536, "shared_experts": 2}
 _GLM_CHOICE: dict[str, JsonValue] = {"normalise_weights": True, "weight_scale": 1.0, "num_groups": 1, "top_groups": 1}
 _EVERY_LAYER_HAS_EXPERTS = (Only("decoder_sparse_step", (1,)), Only("mlp_only_layers", ([],)))
@@ -1057,12 +1068,13 @@ FAMILIES: dict[str, HubType] = {
         (
             *(*_DEEPSEEK, _eps(), LatentKeys(), _INTERLEAVE),
             *(Only("scoring_func", ("sigmoid",)), Only("topk_method", ("noaux_tc",))),
+            PredictionLayers(),
             _deepseek_experts(
                 {"num_experts": 256, "top_k": 8, "expert_ffn_size": 2048, "shared_experts": 1, "first_dense_layers": 3},
                 {"normalise_weights": True, "weight_scale": 2.5, "num_groups": 8, "top_groups": 4},
             ),
         ),
-        Names(_LATENT, shared="shared_experts", choice_bias="gate.e_score_correction_bias"),
+        _LATENT_NAMES,
     ),
     "deepseek_v2": HubType(
         "DeepseekV2ForCausalLM",
@@ -1083,17 +1095,19 @@ FAMILIES: dict[str, HubType] = {
         (
             *(*_llama(eps=1e-5), _biased("attention_bias", ("none", "qkv"))),
             *(Key("qk_norm", "use_qk_norm", bool, False), Rotation(fraction=0.5)),
+            PredictionLayers(),
             _deepseek_experts(
                 {"num_experts": 128, "top_k": 8, "expert_ffn_size": 1408, "shared_experts": 1, "first_dense_layers": 1},
                 _GLM_CHOICE,
             ),
         ),
-        _DEEPSEEK_NAMES,
+        replace(_DEEPSEEK_NAMES, predicts=True),
     ),
     "glm4_moe_lite": HubType(
         "Glm4MoeLiteForCausalLM",
         (
             *(*_DEEPSEEK, _eps("rms_norm_eps", 1e-5), LatentKeys(query=768, plain=192, value=256), _INTERLEAVE),
+            PredictionLayers(),
             _deepseek_experts(
                 {"num_experts": 64, "top_k": 4, "expert_ffn_size": 1536, "shared_experts": 1},
                 {**_GLM_CHOICE, "weight_scale": 1.8},
@@ -1101,7 +1115,7 @@ FAMILIES: dict[str, HubType] = {
             ),
             DenseFirst(),
         ),
-        Names(_LATENT, shared="shared_experts", choice_bias="gate.e_score_correction_bias"),
+        _LATENT_NAMES,
     ),
     "solar_open": HubType(
         "SolarOpenForCausalLM",

@@ -9,7 +9,7 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -239,10 +239,25 @@ def parameters(model: DecoderModel) -> list[Parameter]:
     if model.learned_positions:
         shape = (model.learned_positions, hidden)
         found.append(_whole("position_embed.weight", f"{names.positions}.weight", shape))
-    for layer in range(model.num_layers):
+    for layer in range(model.num_layers + model.prediction_layers):
         found += _layer(model, layer, names)
     found += _norm(model, "norm", names.norm, hidden)
-    return found if model.tied_embeddings else [*found, _whole("head.weight", f"{names.head}.weight", (vocab, hidden))]
+    if not model.tied_embeddings:
+        found.append(_whole("head.weight", f"{names.head}.weight", (vocab, hidden)))
+    if not model.prediction_layers:
+        return found
+    # Each prediction layer has copies of the embedding and of the head.
+    numbers = range(model.num_layers, model.num_layers + model.prediction_layers)
+    copies = {
+        "embed.weight": [f"{names.layers}.{number}.embed_tokens.weight" for number in numbers],
+        "head.weight": [f"{names.layers}.{number}.shared_head.head.weight" for number in numbers],
+    }
+    return [
+        replace(
+            one, pieces=(*one.pieces, *(replace(one.pieces[0], tensor=tensor) for tensor in copies.get(one.name, ())))
+        )
+        for one in found
+    ]
 
 
 def tensor_shapes(model: DecoderModel) -> dict[str, Shape]:
@@ -277,6 +292,10 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
     theirs = f"{names.layers}.{layer}"
     named = names.of_layer(model)
     hidden = model.hidden_size
+    if layer >= model.num_layers:  # a prediction layer
+        yield _whole(f"{ours}.join.weight", f"{theirs}.eh_proj.weight", (hidden, 2 * hidden))
+        for name, tensor in {"embed_norm": "enorm", "hidden_norm": "hnorm", "head_norm": "shared_head.norm"}.items():
+            yield from _norm(model, f"{ours}.{name}", f"{theirs}.{tensor}", hidden)
     of_attention, of_ffn = model.layer_norms
 
     def norm(name: str, has: bool) -> Iterator[Parameter]:
@@ -322,7 +341,7 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
     yield from norm("attention_out_norm", of_attention.after)
     yield from norm("ffn_norm", of_ffn.before)
     yield from norm("ffn_out_norm", of_ffn.after)
-    if model.is_expert_layer(layer):
+    if model.is_expert_layer(min(layer, model.num_layers - 1)):
         yield from _experts(model, f"{ours}.ffn", f"{theirs}.{names.moe}", names)
         return
     for name in ("gate", "up") if model.gated_mlp else ("up",):

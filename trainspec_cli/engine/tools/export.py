@@ -6,6 +6,7 @@ there are several.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,7 +110,11 @@ def _files(wanted: Sequence[Parameter], request: ExportRequest) -> Iterator[list
 
 
 def _bytes(held: Sequence[Parameter], request: ExportRequest) -> int:
-    return sum(parameter.numel * DTYPE_BYTES[parameter.dtype or request.dtype] for parameter in held)
+    return sum(
+        math.prod(piece.shape) * DTYPE_BYTES[parameter.dtype or request.dtype]
+        for parameter in held
+        for piece in parameter.pieces
+    )
 
 
 def _sharing(wanted: Sequence[Parameter]) -> Iterator[list[Parameter]]:

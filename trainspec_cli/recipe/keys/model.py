@@ -231,8 +231,10 @@ class DecoderModel:
     experts: ExpertSpec | None = None
     """A mixture of experts instead of the feed-forward; null: not used."""
     prediction_layers: NonNegativeInt = 0
-    """Number of additional layers that predict further tokens (multi-token prediction, DeepSeek-V3). The planner counts
-    them, but the engine does not support them."""
+    """Number of additional layers that predict further tokens (multi-token prediction, DeepSeek-V3, arXiv:2412.19437).
+    Each reads the hidden states of the one before it and the embeddings of the tokens that were predicted last."""
+    prediction_loss_weight: NonNegativeFloat = 0.3
+    """Weight of the prediction layers' mean loss. It affects the gradients but is not part of the reported loss."""
     activation: Activation = "silu"
     """The activation of the feed-forward and the experts."""
     gate_limit: PositiveFloat | None = None
@@ -297,11 +299,8 @@ class DecoderModel:
         memory="trainspec_cli.planner.memory.engine.step",
     )
 
-    @property
-    def is_built(self) -> bool:
-        """Return whether the engine can train it. A model that it cannot train can still be planned."""
-        return self.prediction_layers == 0
-
+    is_built: ClassVar[bool] = True
+    """Whether the engine can train it. A model that it cannot train can still be planned."""
     scans: ClassVar[bool] = False
 
     @property
@@ -355,6 +354,11 @@ class DecoderModel:
         """Return the number of tokens that this layer attends to; None: all previous ones."""
         every = self.global_attention_every
         return None if every and (layer + 1) % every == 0 else self.sliding_window
+
+
+def embeds_at_both_ends(model: ModelSpec) -> bool:
+    """Return whether the last stage of a pipeline also holds the embedding: as its head, or for prediction layers."""
+    return model.tied_embeddings or model.prediction_layers > 0
 
 
 def departs(model: DecoderModel, name: str) -> bool:

@@ -880,12 +880,23 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
 
 
 @lru_cache(maxsize=1024)
-def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfile:
-    """Profile one layer, forward and backward. `split`: whether weight gradients are computed later."""
+def profile_block(shape: Shape, recompute: Recompute, split: bool, predicts: bool = False) -> BlockProfile:
+    """Profile one layer, forward and backward. `split`: whether weight gradients are computed later. `predicts`: it is
+    a prediction layer."""
     tape = Tape(shape.width, fp8=shape.fp8, frozen=shape.lora.rank > 0, fuses=shape.compiled)
     tape.put_off = [] if split else None
     source = tape.leaf(shape.outside_tokens * shape.hidden, frozen=False)
+    if predicts:
+        embedded = tape.leaf(source.elements, frozen=False)
+        return profile(tape, lambda: prediction_block(tape, source, embedded, shape), recompute)
     return profile(tape, lambda: block(tape, source, shape), recompute)
+
+
+def prediction_block(tape: Tape, x: Value, embedded: Value, shape: Shape) -> Value:
+    """Record a layer that predicts a further token, with its projection and norms."""
+    both = tape.cat(norm(tape, embedded, shape), norm(tape, x, shape))
+    joined = linear(tape, both, shape, "join", shape.hidden, 2 * shape.hidden)
+    return norm(tape, block(tape, joined, shape), shape)
 
 
 def block(tape: Tape, x: Value, shape: Shape) -> Value:

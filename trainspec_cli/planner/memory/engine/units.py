@@ -17,6 +17,7 @@ from trainspec_cli.recipe.keys.model import (
     Layer,
     LayerNorms,
     TextModel,
+    embeds_at_both_ends,
 )
 from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_SIZE, STACKED_VALUES, KeptState, LoraSpec
 
@@ -210,7 +211,7 @@ def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> U
     """Return the unit of a stage's parameters outside the blocks: the embedding, position embeddings, norm and head, if
     the stage has them."""
     table = (model.vocab_size // layout.tp, model.hidden_size)
-    matrices = [table] if first or (last and model.tied_embeddings) else []
+    matrices = [table] if first or (last and embeds_at_both_ends(model)) else []
     if first and model.learned_positions:
         matrices.append((model.learned_positions, model.hidden_size))
     matrices += norm_vectors(model.as_decoder, model.hidden_size) if last else ()
