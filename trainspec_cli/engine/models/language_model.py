@@ -32,6 +32,8 @@ class PublishedModel(nn.Module):
     applies."""
     tensor_partial: ClassVar[tuple[str, ...]] = ()
     """Parameters that are inside regions but not split, so a rank's gradient is only a partial sum."""
+    prediction_layers: int = 0
+    """Number of blocks of this stage, the last ones, that predict further tokens."""
     seed: int = 0
     """The run's seed, for initial values that are generated for several parameters together."""
 
@@ -134,8 +136,6 @@ class LanguageModel(PublishedModel):
         self.blocks = nn.ModuleDict({str(layer): make_block(layer) for layer in layers})
         self.norm: nn.Module | None = RMSNorm(model.hidden_size, eps=model.norm_eps) if last else None
         self.logit_scale = 1.0
-        self.prediction_layers = 0
-        """Number of blocks of this stage, the last ones, that predict further tokens."""
         self.head = None
         if last and not model.tied_embeddings:
             self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)

@@ -57,7 +57,7 @@ class PipelineRun:
         entering = tokens if action.stage == 0 else self._mail.receive(Message(*_place(action), is_gradient=False))
         if action.stage > 0:
             self._inputs[_place(action)] = entering.requires_grad_()
-        if action.stage > 0 and getattr(part, "prediction_layers", 0):
+        if action.stage > 0 and part.prediction_layers:
             leaving = part(entering, *others, tokens_BS=tokens)
         else:
             leaving = part(entering, *others)

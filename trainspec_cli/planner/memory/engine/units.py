@@ -66,9 +66,13 @@ class Unit:
         return float(max((rows * row for rows, row in self.matrices), default=0))
 
 
-def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -> Unit:
+def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec, *, predicts: bool = False) -> Unit:
+    """Return the parameters of a block. `predicts`: a prediction layer, with a projection and three more norms."""
     early, shards = whole_experts(model, layer, layout).full, layout.shards
     matrices = tuple(block_matrices(model, layer, layout))
+    if predicts:
+        hidden = model.hidden_size
+        matrices = ((hidden, 2 * hidden), *norm_vectors(model.as_decoder, hidden) * 3, *matrices)
     decoder = adapted_decoder(model, lora)
     if decoder is None:
         return Unit(matrices, shards, early=early)
