@@ -9,7 +9,7 @@ from functools import lru_cache
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import describe_kind, show_kind
-from trainspec_cli.data.huggingface.families import FAMILIES, UnreadableValueError, WrongTypeError
+from trainspec_cli.data.huggingface.families import FAMILIES, LEFT_OUT, UnreadableValueError, WrongTypeError
 from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec
 from trainspec_cli.recipe.records import build
 
@@ -121,7 +121,8 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
     """Return the `model` section that config.json describes. Raises RecipeError; `where` names the file."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise _unsupported(f"{where} has model_type {kind!r}; supported are {', '.join(MODEL_TYPES)}")
+        reason = f" ({LEFT_OUT[kind]})" if isinstance(kind, str) and kind in LEFT_OUT else ""
+        raise _unsupported(f"{where} has model_type {kind!r}{reason}; supported are {', '.join(MODEL_TYPES)}")
     name = config.get("_name_or_path")
     model: JsonObject = {"family": "decoder", "name": name if name and isinstance(name, str) else kind, "hf_type": kind}
     wrong: list[Problem] = []

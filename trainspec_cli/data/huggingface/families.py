@@ -1220,3 +1220,15 @@ FAMILIES: dict[str, HubType] = {
         ),
     ),
 }
+
+LEFT_OUT = {
+    "minimax": "its lightning attention is linear attention with a decay for each head, which no layer here computes",
+    "granitemoeshared": "its shared expert is one tensor outside of the experts' module, which no rule names",
+    "phimoe": "its router chooses two experts in turn and masks scores between them (SparseMixer)",
+    "hunyuan_v1_moe": "its queries and keys are normalised after their rotation",
+    "afmoe": "its attention has a gate for each output",
+    "longcat_flash": "its layers have two attentions and experts that compute nothing",
+    "llama4": "its router scales the inputs of experts instead of their outputs",
+    "jetmoe": "its attention is a mixture of experts too",
+}
+"""Decoders with experts in transformers that are not read -> the reason."""

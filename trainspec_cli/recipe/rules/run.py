@@ -698,7 +698,8 @@ def noise_hindrance(model: ModelSpec, layout: Layout, replica_groups: int, micro
     if layout.data_parallel_size * replica_groups < 2:
         return "it is measured between data-parallel ranks, but there is only 1"
     if embeds_at_both_ends(model) and layout.pp > 1 and layout.exchanges_every_backward:
-        return f"ZeRO-{layout.zero_stage} sums a shared embedding's gradient separately on each of its stages"
+        which = "a tied embedding" if model.tied_embeddings else "the embedding, which prediction layers read,"
+        return f"ZeRO-{layout.zero_stage} sums the gradient of {which} separately on each of its stages"
     ranks, left = divmod(layout.ep, layout.cp * layout.tp)
     if layout.ep > 1 and left:
         return f"the {layout.ep} ranks of ep hold parts of a sample's gradient"
