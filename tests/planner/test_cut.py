@@ -361,17 +361,21 @@ def with_memory(setup: Setup, size: float) -> Setup:
     return replace(setup, fabric=replace(setup.fabric, chip=chip))
 
 
+ESTIMATED = "uniform"
+"""Recomputation of another framework, whose memory is estimated."""
+
+
 def test_a_device_that_the_best_cut_does_not_fit_gets_the_best_that_does() -> None:
     """Layers that predict further tokens stand on the last rank. A layer takes more on an earlier rank."""
     model = replace(DENSE, vocab_size=1024, prediction_layers=4)
     setup = setup_of(model, Layout(pp=4), recompute=RECOMPUTE["full"])
-    best, _ = cut_on_chip(setup, "full", EFF)
+    best, _ = cut_on_chip(setup, ESTIMATED, EFF)
     assert best.layout.stage_layers == (3, 4, 4, 1)
     second = replace(setup, layout=Layout(pp=4, stage_layers=(3, 3, 4, 2)))
     sizes = [fullest_bytes(each) for each in (setup, second, best)]
     assert sizes == sorted(set(sizes))
     for size, layers in zip(sizes, (None, (3, 3, 4, 2), (3, 4, 4, 1)), strict=True):
-        found, memory = cut_on_chip(with_memory(setup, size * 1.0001), "full", EFF)
+        found, memory = cut_on_chip(with_memory(setup, size * 1.0001), ESTIMATED, EFF)
         assert found.layout.stage_layers == layers
         assert max(stage.total_bytes for stage in memory) == size
 
@@ -381,11 +385,11 @@ def test_memory_bounds_all_stages_of_a_rank_together() -> None:
     model = replace(DENSE, vocab_size=1024, prediction_layers=4)
     layout = Layout(pp=2, pipeline_schedule="interleaved", virtual_stages=2)
     setup = setup_of(model, layout, recompute=RECOMPUTE["full"])
-    best, _ = cut_on_chip(setup, "full", EFF)
+    best, _ = cut_on_chip(setup, ESTIMATED, EFF)
     held = layers_per_rank(12, best.layout)
     assert held[0] - held[1] >= 4
-    assert cut_on_chip(with_memory(setup, fullest_bytes(best) * 1.0001), "full", EFF)[0].layout == best.layout
-    within, _ = cut_on_chip(with_memory(setup, fullest_bytes(best) * 0.9999), "full", EFF)
+    assert cut_on_chip(with_memory(setup, fullest_bytes(best) * 1.0001), ESTIMATED, EFF)[0].layout == best.layout
+    within, _ = cut_on_chip(with_memory(setup, fullest_bytes(best) * 0.9999), ESTIMATED, EFF)
     assert layers_per_rank(12, within.layout) == (held[0] - 1, held[1] + 1)
 
 

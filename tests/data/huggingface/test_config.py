@@ -4,7 +4,7 @@ import pytest
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.huggingface.config import differences, model_type, read_model, write_config
-from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, HybridModel, LatentAttentionSpec, RopeScaling
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, HybridModel, RopeScaling
 from trainspec_cli.recipe.records import build
 
 LLAMA = DecoderModel(2, 64, 4, 2, 16, 160, 512, rope_theta=5e5)
@@ -76,13 +76,11 @@ def test_a_key_that_only_this_scaling_needs_is_named(rope, key):
 
 
 def test_models_that_have_no_place_there_name_every_key():
-    strange = replace(
-        LLAMA, mla=LatentAttentionSpec(8), experts=ExpertSpec(8, 2, 48, shared_experts=1, balance_rate=0.1)
-    )
+    strange = replace(LLAMA, attention_softcap=3.0, experts=ExpertSpec(8, 2, 48, bias=True, score="sigmoid", every=3))
     with pytest.raises(RecipeError) as raised:
         model_type(strange)
     paths = [problem.path for problem in raised.value.problems]
-    assert {"model.experts.shared_experts", "model.experts.balance_rate"} <= set(paths)
+    assert {"model.attention_softcap", "model.experts.bias", "model.experts.every"} <= set(paths)
     with pytest.raises(RecipeError, match=r"`model.family`.* hybrid"):
         model_type(HybridModel(64, 512, 1, expert_layers=1, experts=ExpertSpec(4, 2, 32)))
 

@@ -37,6 +37,7 @@ LLAMA3 = {
     "rope_type": "llama3",
 }  # fmt: skip
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+MSCALE = {"mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1}
 MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 NO_WINDOW = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 28}
 
@@ -72,6 +73,20 @@ PUBLISHED = {
     "Qwen/Qwen3-30B-A3B": (
         "qwen3_moe", facts(48, 2048, 32, 4, 6144, 151936, head_dim=128, decoder_sparse_step=1, mlp_only_layers=[],
                            **MOE, **NO_WINDOW), 30_532_122_624),
+    # The tensors without the layer that predicts a further token, and with the biases of the choice
+    "deepseek-ai/DeepSeek-V3, bf16": (
+        "deepseek_v3", facts(61, 7168, 128, 128, 18432, 129280, n_routed_experts=256, n_shared_experts=1, n_group=8,
+                             topk_group=4, topk_method="noaux_tc", scoring_func="sigmoid", num_experts_per_tok=8,
+                             moe_layer_freq=1, first_k_dense_replace=3, norm_topk_prob=True, rms_norm_eps=1e-6,
+                             routed_scaling_factor=2.5, num_nextn_predict_layers=1, moe_intermediate_size=2048,
+                             kv_lora_rank=512, q_lora_rank=1536, ep_size=1, aux_loss_alpha=0.001, seq_aux=True,
+                             rope_scaling=YARN | MSCALE | {"factor": 40}), 671_026_404_352 + 14_848),
+    "deepseek-ai/DeepSeek-V2-Lite": (
+        "deepseek_v2", facts(27, 2048, 16, 16, 10944, 102400, n_routed_experts=64, n_shared_experts=2, n_group=1,
+                             topk_group=1, topk_method="greedy", scoring_func="softmax", num_experts_per_tok=6,
+                             first_k_dense_replace=1, norm_topk_prob=False, q_lora_rank=None, v_head_dim=128,
+                             moe_intermediate_size=1408, rms_norm_eps=1e-6,
+                             rope_scaling=YARN | MSCALE | {"factor": 40}), 15_706_484_224),
 }  # fmt: skip
 """Repository: (model_type, keys of its config.json that differ or are odd, published number of parameters)."""
 
@@ -86,17 +101,20 @@ def test_published_configs_are_read_with_their_sizes(tmp_path: Path, name: str) 
 
 
 OTHERS = (
-    "bert", "bloom", "deepseek_v2", "deepseek_v3", "gemma3", "llama4", "mpt", "opt", "phi",
+    "bert", "bloom", "gemma3", "llama4", "minimax", "mpt", "opt", "phi",
     "qwen3_next", "t5", "whisper",
 )  # fmt: skip
-
-
-WITHOUT_EXPERTS = {"nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}}
+UNSTATED = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention"]},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+}
+"""Keys without a default, and layers without experts."""
 
 
 @pytest.mark.parametrize("kind", [*MODEL_TYPES, *OTHERS])
 def test_configs_of_transformers_are_read_or_refused_by_name(tmp_path: Path, kind: str) -> None:
-    config = transformers.AutoConfig.for_model(kind, **WITHOUT_EXPERTS.get(kind, {}))
+    config = transformers.AutoConfig.for_model(kind, **UNSTATED.get(kind, {}))
     config.save_pretrained(tmp_path)
     content = read_config(tmp_path)
     if kind in OTHERS:

@@ -39,7 +39,8 @@ def loaded(folder, model):
     """Load a folder as at the start of a run."""
     ours = build_model(model, 24)
     ours.init_buffers()
-    state = SimpleNamespace(shares=[Share(name, parameter) for name, parameter in ours.named_parameters()])
+    shares = [Share(name, parameter) for name, parameter in ours.named_parameters()]
+    state = SimpleNamespace(shares=shares, parts=[ours])
     load_initial(SimpleNamespace(spec=SimpleNamespace(init=InitSpec(f"hf:{folder}"), model=model)), state)
     return ours
 

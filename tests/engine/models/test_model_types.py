@@ -14,7 +14,7 @@ from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.huggingface.config import MODEL_TYPES, differences, model_type, read_model, write_config
 from trainspec_cli.data.huggingface.folder import open_weights, read_config
 from trainspec_cli.data.huggingface.safetensors import parameters, places_of, read_header
-from trainspec_cli.engine.build.initial import load_tensors
+from trainspec_cli.engine.build.initial import buffer_shares, load_tensors
 from trainspec_cli.engine.models.decoder import Decoder
 from trainspec_cli.engine.models.hybrid import Hybrid
 from trainspec_cli.engine.shares import Share
@@ -120,6 +120,45 @@ CASES: dict[str, list[dict[str, Any]]] = {
         },
     ],
 }  # fmt: skip
+LATENT = SIZES | {
+    "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10,
+    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+    "n_shared_experts": 2, "first_k_dense_replace": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+CASES |= {
+    "deepseek_v3": [
+        LATENT,
+        LATENT | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "rms_norm_eps": 1e-3},
+        LATENT | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    ],
+    "deepseek_v2": [
+        LATENT | {"topk_method": "group_limited_greedy"},
+        LATENT | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ],
+}
+SIGMOID = WIDE_HEADS | {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+CASES |= {
+    "glm4_moe": [SIGMOID, SIGMOID | {"use_qk_norm": True, "attention_bias": True, "n_group": 2, "topk_group": 1}],
+    "glm4_moe_lite": [{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}],
+    "solar_open": [SIGMOID],
+    "dots1": [SIGMOID | {"norm_topk_prob": True}],
+    "exaone_moe": [WINDOW | MOE | {"num_shared_experts": 2, "first_k_dense_replace": 2}],
+    "hy_v3": [WIDE_HEADS | MOE | {"num_shared_experts": 2}],
+    "minimax_m2": [
+        WIDE_HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        WIDE_HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ],
+    "ernie4_5_moe": [
+        SIZES | {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 16},
+        SIZES | {
+            "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 2, "moe_layer_interval": 2,
+        },
+    ],
+}  # fmt: skip
 NUMBERED = [(kind, number) for kind, cases in CASES.items() for number in range(len(cases))]
 
 
@@ -133,8 +172,9 @@ def make(kind: str, number: int, folder: Path) -> torch.nn.Module:
     config = transformers.AutoConfig.for_model(kind, **CASES[kind][number])
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
     with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+        biases = (buffer for name, buffer in theirs.named_buffers() if name.endswith("e_score_correction_bias"))
+        for tensor in (*theirs.parameters(), *biases):
+            tensor.add_(torch.randn_like(tensor) * 0.1)
     theirs.save_pretrained(folder)
     return theirs
 
@@ -152,7 +192,7 @@ def load(folder: Path) -> tuple[TextModel, Decoder]:
     ours = Hybrid(model, 64) if isinstance(model, HybridModel) else Decoder(model, 64)
     ours.init_buffers()
     shares = [Share(name, parameter) for name, parameter in ours.named_parameters()]
-    load_tensors(folder, open_weights(folder, model), model, shares)
+    load_tensors(folder, open_weights(folder, model), model, [*shares, *buffer_shares([ours])])
     return model, ours
 
 
@@ -160,14 +200,16 @@ def load(folder: Path) -> tuple[TextModel, Decoder]:
 def test_logits_and_tensors_are_those_of_transformers(kind: str, number: int, tmp_path: Path) -> None:
     theirs = make(kind, number, tmp_path).eval()
     model, ours = load(tmp_path)
-    assert count_params(model) == sum(parameter.numel() for parameter in theirs.parameters())
+    # The biases of the choice of experts are not trained. Most types hold them in buffers, and ernie4_5_moe does not.
+    trained = (parameter for parameter in theirs.parameters() if parameter.requires_grad)
+    assert count_params(model) == sum(parameter.numel() for parameter in trained)
     tokens = torch.randint(1, 96, (2, SEQ_LEN))
     with torch.no_grad():
         expected, found = theirs(tokens).logits, ours(tokens)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
     stored = read_header(tmp_path / "model.safetensors")
-    full = {name: parameter.detach() for name, parameter in ours.named_parameters()}
+    full = ours.state_dict()
     for name, places in places_of(parameters(model)).items():
         tensor = assemble(places, full).contiguous()
         entry = stored[name]

@@ -38,7 +38,20 @@ from trainspec_cli.wings.certify.cases import Case, build_plan
 from trainspec_cli.wings.certify.families import FAMILIES, LOSSES, SAMPLES
 
 FAMILIES["own"], LOSSES["own"] = OWN, OWN_LOSS
+FAMILIES["ahead"] = replace(FAMILIES["latent"], prediction_layers=2)
+AHEAD = {
+    "ahead, zero 3": Case("ahead", Layout(dp_shard=2), micro_batch_size=2, recompute="full"),
+    "ahead, zero 1": Case("ahead", Layout(dp_shard=2, zero_stage=1), micro_batch_size=2, recompute="selective"),
+    "ahead, tensor": Case("ahead", Layout(tp=2), micro_batch_size=8),
+    "ahead, plain tensor": Case("ahead", Layout(tp=2, sequence_parallel=False), micro_batch_size=8),
+    "ahead, pipeline": Case("ahead", Layout(pp=2), micro_batch_size=2),
+    "ahead, split": Case("ahead", Layout(pp=2, pipeline_schedule="zbv"), micro_batch_size=4),
+    "ahead, zero bubble": Case("ahead", Layout(pp=2, pipeline_schedule="zero_bubble"), micro_batch_size=2),
+    "ahead, experts": Case("ahead", Layout(dp_shard=2, ep=2), micro_batch_size=2),
+}
+"""With layers that predict further tokens."""
 CASES = {
+    **AHEAD,
     "own split": Case("own", Layout(pp=2, pipeline_schedule="zbv"), micro_batch_size=2),
     "ring": Case("dense", Layout(cp=2), micro_batch_size=8),
     "ulysses": Case("dense", Layout(cp=2, context_method="ulysses"), micro_batch_size=8),

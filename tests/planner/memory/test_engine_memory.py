@@ -109,6 +109,7 @@ DENSE_RUNS = (
     Run("llama3_405b", {"tp": 8, "pp": 16, "dp_shard": 128}, seq_len=8192, micro_batches=16),
 )
 DEEPSEEK = {"num_layers": 6, "prediction_layers": 0}
+FURTHER = {"num_layers": 6, "prediction_layers": 1}
 EXPERT_RUNS = (
     Run("moe_tiny", {}, samples=8, seq_len=256, compute="fp32"),
     Run("mixtral_8x7b", fsdp(8), recompute="selective", changes={"num_layers": 4}),
@@ -128,6 +129,10 @@ EXPERT_RUNS = (
     ),
     Run("deepseek_v3", fsdp(64, ep=64), recompute="full", samples=2, changes=DEEPSEEK),
     Run("deepseek_v3", fsdp(32, ep=32), changes=DEEPSEEK),
+    Run("deepseek_v3", fsdp(32, ep=32), changes=FURTHER),
+    Run("deepseek_v3", fsdp(64, ep=64), recompute="full", samples=2, changes=FURTHER),
+    Run("qwen3_0_6b", fsdp(4), samples=2, seq_len=2048, changes={"prediction_layers": 2}),
+    Run("llama3_8b", {"pp": 2, "tp": 2, "dp_shard": 2}, samples=1, micro_batches=4, changes={"prediction_layers": 1}),
     Run("deepseek_v3", fsdp(16, tp=4, ep=64), recompute="selective", samples=2, changes=DEEPSEEK),
 )
 WINDOW_RUNS = (
@@ -397,9 +402,9 @@ def test_an_adapters_two_matrices_have_gradients_and_the_frozen_one_has_none() -
 def test_units_hold_the_parameters_that_a_model_has(name: str) -> None:
     model = models()[name]
     assert isinstance(model, DecoderModel | HybridModel)
-    if isinstance(model, DecoderModel):
-        model = replace(model, prediction_layers=0)
     layers = sum(block_unit(model, layer, Layout(), LoraSpec()).full for layer in model.layer_list)
+    further = block_unit(model, model.layer_list[-1], Layout(), LoraSpec(), predicts=True)
+    layers += model.prediction_layers * further.full
     assert layers + outside_unit(model, Layout(), first=True, last=True).full == count_params(model)
 
 
@@ -420,7 +425,6 @@ def test_what_cannot_be_counted_is_said() -> None:
     assert is_counted(model, "none")
     assert is_counted(model, "optimizer")
     assert not is_counted(models()["resnet50"], "optimizer")
-    assert not is_counted(replace(model, prediction_layers=1), "none")
     staged = plan_of(Run("llama_6m", {"pp": 2}, micro_batches=4, seq_len=256))
     assert tensors_by_cause(replace(staged, offload="optimizer")) is None
     fullest = max((engine_peak(run_of(staged), rank) for rank in (0, 1)), key=lambda peak: sum(peak.values()))

@@ -30,8 +30,15 @@ def test_a_value_that_only_the_planner_knows_is_refused(make_spec, path, value, 
 
 
 def test_every_refusal_is_told_at_once(make_spec):
-    problems = check_engine(make_spec({"layout.etp": 2, "precision.matmul": "nvfp4", "model.prediction_layers": 1}))
-    assert {problem.path for problem in problems} == {"model.prediction_layers", "precision.matmul", "layout.etp"}
+    changes = {"layout.etp": 2, "precision.matmul": "nvfp4", "model.prediction_layers": 1, "layout.cp": 2}
+    problems = check_engine(make_spec(changes))
+    assert {problem.path for problem in problems} == {"layout.cp", "precision.matmul", "layout.etp"}
+
+
+@pytest.mark.parametrize("excluded", [{"layout.cp": 2}, {"lora.rank": 4}, {"model.learned_positions": 4096}])
+def test_what_prediction_layers_do_not_support_is_refused(make_spec, excluded):
+    problems = check_engine(make_spec({"model.prediction_layers": 1, **excluded}))
+    assert [(problem.code, problem.path) for problem in problems] == [("unsupported", *excluded)]
 
 
 def test_hybrids_are_trained(make_spec):

@@ -9,7 +9,7 @@ from functools import lru_cache
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import describe_kind, show_kind
-from trainspec_cli.data.huggingface.families import FAMILIES, UnreadableValueError, WrongTypeError
+from trainspec_cli.data.huggingface.families import FAMILIES, LEFT_OUT, UnreadableValueError, WrongTypeError
 from trainspec_cli.data.huggingface.state_space_families import STATE_SPACE_FAMILIES
 from trainspec_cli.recipe.keys.model import HybridModel, ModelSpec, TextModel
 from trainspec_cli.recipe.records import build
@@ -47,8 +47,10 @@ def _misfits(model: TextModel, kind: str) -> dict[str, object] | None:
     if problems or (found.experts is None) is not (model.experts is None):
         return None
     misfits = {key: ours for key, (ours, _) in differences(model, found).items()}
-    if model.experts is not None and model.experts.balance_rate:
+    if model.experts is not None and model.experts.balance_rate and not FAMILIES[kind].names.choice_bias:
         misfits["experts.balance_rate"] = model.experts.balance_rate
+    if model.prediction_layers and not FAMILIES[kind].names.predicts:
+        misfits["prediction_layers"] = model.prediction_layers
     return misfits
 
 
@@ -87,6 +89,7 @@ _FREE = (
     "name",
     "hf_type",
     "prediction_layers",
+    "prediction_loss_weight",
     "experts.balance_rate",
     "experts.balance_loss",
     "experts.capacity_factor",
@@ -117,9 +120,15 @@ def _comparable(model: TextModel) -> dict[str, object]:
     if model.experts is not None and all(model.is_expert_layer(layer) for layer in range(model.num_layers)):
         # No layer has a dense feed-forward network, so its width has no effect.
         del flat["ffn_size"]
+    if model.experts is not None:
+        flat["experts.choice_bias"] = model.experts.has_choice_bias
+        if model.experts.top_groups >= model.experts.num_groups:
+            flat |= {"experts.num_groups": 1, "experts.top_groups": 1, "experts.group_best": 2}
     if model.sliding_window is None:
         del flat["global_attention_every"]
-    if model.mla is None and model.attention_scale is None:
+    if model.mla is not None:
+        flat |= {"head_dim": None, "num_kv_heads": None, "mla.norm_eps": model.mla.norm_eps or model.norm_eps}
+    elif model.attention_scale is None:
         flat["attention_scale"] = model.head_dim**-0.5
     return {key: value for key, value in flat.items() if key not in _FREE and value is not None}
 
@@ -131,7 +140,8 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
     """Return the `model` section that config.json describes. Raises RecipeError; `where` names the file."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in HUB_TYPES:
-        raise _unsupported(f"{where} has model_type {kind!r}; supported are {', '.join(MODEL_TYPES)}")
+        reason = f" ({LEFT_OUT[kind]})" if isinstance(kind, str) and kind in LEFT_OUT else ""
+        raise _unsupported(f"{where} has model_type {kind!r}{reason}; supported are {', '.join(MODEL_TYPES)}")
     name = config.get("_name_or_path")
     named = name if name and isinstance(name, str) else kind
     model: JsonObject = {"family": HUB_TYPES[kind].family, "name": named, "hf_type": kind}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trainspec_cli.core.json_value import JsonObject, JsonValue
@@ -228,6 +228,8 @@ class Rotation(Rule):
     """False if `rope_scaling` applies only to layers without a window (OLMo 3)."""
     scaling: Mapping[str, JsonValue] | None = None
     """The scaling if it is not stated."""
+    latent: bool = False
+    """True if a part of each head is rotated, and yarn's temperature multiplies scores (DeepSeek)."""
 
     def read(self, config: JsonObject, model: JsonObject) -> None:
         given = get(config, "rope_parameters", dict, None) or get(config, "rope_scaling", dict, None)
@@ -245,7 +247,8 @@ class Rotation(Rule):
             local_theta = get(config, "rope_local_base_freq", float, 10_000.0)
         theta = get(given, "rope_theta", float, None) or get(config, self.theta_key, float, self.theta)
         original = get(config, "original_max_position_embeddings", int, None)
-        scaling = read_scaling(given, original or get(config, "max_position_embeddings", int, None))
+        seq_len = original or get(config, "max_position_embeddings", int, None)
+        scaling = read_scaling(given, seq_len, latent=self.latent)
         model |= {"rope_theta": theta, "rope_scaling": scaling}
         windowed_layers = model.get("sliding_window") is not None
         if windowed_layers and local_theta is None and scaling and not self.scaled_windows:
@@ -260,10 +263,11 @@ class Rotation(Rule):
             model["rotary_fraction"] = fraction
 
     def write(self, model: DecoderModel, config: JsonObject) -> None:
-        whole: JsonObject = {"rope_theta": model.rope_theta, **write_scaling(model.rope_scaling)}
+        written = write_scaling(model.rope_scaling, latent=self.latent)
+        whole: JsonObject = {"rope_theta": model.rope_theta, **written}
         config |= {self.theta_key: model.rope_theta, "rope_scaling": None}
         if model.rope_scaling is not None or self.scaling is not None:
-            config["rope_scaling"] = write_scaling(model.rope_scaling)
+            config["rope_scaling"] = written
         if self.local or not self.scaled_windows:
             theta = model.rope_theta if model.local_rope_theta is None else model.local_rope_theta
             config["rope_parameters"] = {FULL: whole, WINDOWED: {"rope_type": "default", "rope_theta": theta}}
@@ -273,9 +277,9 @@ class Rotation(Rule):
             config[self.fraction_key] = model.rotary_fraction
 
 
-def read_scaling(given: JsonObject, seq_len: int | None) -> JsonObject | None:
+def read_scaling(given: JsonObject, seq_len: int | None, *, latent: bool = False) -> JsonObject | None:
     """Return the scaling of rotary frequencies in `rope_parameters` or `rope_scaling`. `seq_len`: the length of the
-    original training, unless it is stated."""
+    original training, unless it is stated. `latent`: as in `Rotation`."""
     kind = get(given, "rope_type", str, None) or get(given, "type", str, None) or "default"
     if kind == "default":
         return None
@@ -284,6 +288,8 @@ def read_scaling(given: JsonObject, seq_len: int | None) -> JsonObject | None:
             f"rotary embeddings scaled by {kind!r}; supported are default, linear, llama3 and yarn"
         )
     scaling: JsonObject = {"kind": kind, "factor": get(given, "factor", float)}
+    if latent and kind != "yarn" and given.get("mscale_all_dim"):
+        raise UnreadableValueError(f"`mscale_all_dim` with rotary embeddings scaled by {kind!r}")
     if kind == "linear":
         return scaling
     original = get(given, "original_max_position_embeddings", int, seq_len if kind == "yarn" else None)
@@ -301,6 +307,11 @@ def read_scaling(given: JsonObject, seq_len: int | None) -> JsonObject | None:
     mscale, over_all = get(given, "mscale", float, 0.0), get(given, "mscale_all_dim", float, 0.0)
     if stated is None and mscale and over_all:
         stated = (0.1 * mscale * math.log(factor) + 1) / (0.1 * over_all * math.log(factor) + 1)
+    if latent:  # the factor of the rotated part is 1, and the scores have another
+        if stated is None:
+            raise UnreadableValueError("yarn without `mscale` and `mscale_all_dim`, which scales a part of each head")
+        usual = 1.0
+        scaling["mscale"] = over_all
     if stated is not None and not math.isclose(stated, usual, rel_tol=1e-4):
         raise UnreadableValueError(f"an attention factor of yarn of {stated:g}; supported is {usual:g}")
     scaling |= {"beta_fast": get(given, "beta_fast", float, 32.0) or 32.0}
@@ -309,7 +320,7 @@ def read_scaling(given: JsonObject, seq_len: int | None) -> JsonObject | None:
     return scaling
 
 
-def write_scaling(scaling: RopeScaling | None) -> JsonObject:
+def write_scaling(scaling: RopeScaling | None, *, latent: bool = False) -> JsonObject:
     if scaling is None:
         return {"rope_type": "default"}
     written: JsonObject = {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -319,6 +330,8 @@ def write_scaling(scaling: RopeScaling | None) -> JsonObject:
         written |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     elif scaling.kind == "yarn":
         written |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.whole_bounds}
+    if scaling.kind == "yarn" and latent:
+        written |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale, "attention_factor": 1.0}
     return written
 
 
@@ -332,12 +345,13 @@ class ExpertKeys(Rule):
 
     keys: Mapping[str, str]
     fixed: Mapping[str, JsonValue] = field(default_factory=dict)
+    defaults: Mapping[str, JsonValue] = field(default_factory=dict)
 
     def read(self, config: JsonObject, model: JsonObject) -> None:
         experts: JsonObject = dict(self.fixed)
         for name, key in self.keys.items():
             kind = _EXPERT_KINDS.get(name, int)
-            default = _EXPERT_DEFAULTS.get(name, MISSING)
+            default = self.defaults.get(name, _EXPERT_DEFAULTS.get(name, MISSING))
             if name == "num_experts" and config.get("num_local_experts") is not None:  # since transformers 5
                 key = "num_local_experts"
             experts[name] = get(config, key, kind, default)
@@ -360,6 +374,129 @@ _EXPERT_DEFAULTS: dict[str, JsonValue] = {
     "shared_experts": 0,
     "first_dense_layers": 0,
 }
+
+
+@dataclass(frozen=True)
+class GroupChoice(Rule):
+    """DeepSeek-V2's choice of experts: among all of them, or those of the groups with the best expert."""
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        method = config.get("topk_method") or "greedy"
+        experts = model["experts"]
+        assert isinstance(experts, dict)
+        if method == "greedy":
+            experts |= {"num_groups": 1, "top_groups": 1}
+        elif method != "group_limited_greedy":
+            raise UnreadableValueError(f"topk_method {method!r}; supported are greedy and group_limited_greedy")
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        if model.experts is not None:
+            grouped = model.experts.top_groups < model.experts.num_groups
+            config["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+
+
+@dataclass(frozen=True)
+class LatentKeys(Rule):
+    """Latent attention, with its defaults (DeepSeek's). In transformers, its norms have an epsilon of their own."""
+
+    query: int = 1536
+    plain: int = 128
+    value: int = 128
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        query = get(config, "q_lora_rank", int, 0 if "q_lora_rank" in config else self.query)
+        defaults = dict(zip(_LATENT_KEYS, (512, self.plain, 64, self.value), strict=True))
+        sizes = {key: get(config, key, int, default) for key, default in defaults.items()}
+        model |= {"mla": {**sizes, "q_lora_rank": query, "norm_eps": 1e-6}, "num_kv_heads": model["num_heads"]}
+        model["head_dim"] = sizes["qk_nope_head_dim"]
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        if model.mla is not None:
+            config |= {key: getattr(model.mla, key) for key in _LATENT_KEYS}
+            config |= {"q_lora_rank": model.mla.q_lora_rank or None, "num_key_value_heads": model.num_heads}
+
+
+_LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+@dataclass(frozen=True)
+class PredictionLayers(Rule):
+    """The number of layers that predict further tokens. transformers does not load them, and does not write them though
+    it writes their number, so a recipe states whether they are read (`model.prediction_layers`)."""
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        config["num_nextn_predict_layers"] = model.prediction_layers
+
+
+@dataclass(frozen=True)
+class DenseFirst(Rule):
+    """Which layers are dense: a list of all layers' kinds, or the number of leading dense ones."""
+
+    default: int = 1
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        first = get(config, "first_k_dense_replace", int, self.default)
+        layers = int(model["num_layers"])  # type: ignore[arg-type]
+        kinds = get(config, "mlp_layer_types", list, None)
+        if kinds is not None:
+            first = kinds.count("dense")
+            if kinds != _mlp_types(layers, first):
+                raise UnreadableValueError("`mlp_layer_types` with dense layers after expert layers")
+        experts = model["experts"]
+        assert isinstance(experts, dict)
+        experts["first_dense_layers"] = first
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        if model.experts is not None:
+            first = model.experts.first_dense_layers
+            config |= {"mlp_layer_types": list(_mlp_types(model.num_layers, first)), "first_k_dense_replace": first}
+
+
+def _mlp_types(layers: int, dense: int) -> list[str]:
+    return ["dense"] * dense + ["sparse"] * (layers - dense)
+
+
+@dataclass(frozen=True)
+class ErnieLayers(Rule):
+    """The layers with experts are counted from the first layer, and reach to the last one."""
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        layers = int(model["num_layers"])  # type: ignore[arg-type]
+        if config.get("moe_layer_end_index") not in (None, -1, layers - 1):
+            raise UnreadableValueError("dense layers after expert layers (`moe_layer_end_index`)")
+        first = get(config, "moe_layer_start_index", int, 1)
+        if first % get(config, "moe_layer_interval", int, 1):
+            raise UnreadableValueError("a `moe_layer_start_index` that is not a multiple of `moe_layer_interval`")
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        config["moe_layer_end_index"] = model.num_layers - 1
+
+
+@dataclass(frozen=True)
+class RotaryDim(Rule):
+    """The size of the rotated part of a head, which replaces its fraction (MiniMax-M2)."""
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        if rotated := get(config, "rotary_dim", int, 0):
+            model["rotary_fraction"] = rotated / int(model["head_dim"])  # type: ignore[arg-type]
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        config["rotary_dim"] = model.rotated_size
+
+
+@dataclass(frozen=True)
+class FullLayers(Rule):
+    """No layer has a window (dots1), though the keys allow one in the layers after `max_window_layers`."""
+
+    def read(self, config: JsonObject, model: JsonObject) -> None:
+        layers = int(model["num_layers"])  # type: ignore[arg-type]
+        types = get(config, "layer_types", list, None)
+        windowed = get(config, "max_window_layers", int, 62) < layers and config.get("sliding_window", 4096)
+        if WINDOWED in types if types is not None else windowed:
+            raise UnreadableValueError("windows in the layers after `max_window_layers`")
+
+    def write(self, model: DecoderModel, config: JsonObject) -> None:
+        config |= {"sliding_window": None, "layer_types": [FULL] * model.num_layers}
 
 
 @dataclass(frozen=True)
@@ -461,8 +598,16 @@ class Names:
     """Number of the engine's layers that are one layer of the type."""
     two_norms: Mapping[str, str] = field(default_factory=dict)
     """Other names in models whose attention and feed-forward have a norm each, side by side."""
+    choice_bias: str = ""
+    """Name of the bias for the choice of experts; empty if the type has none."""
+    choice_bias_leading: tuple[int, ...] = ()
+    """Dims of size 1 before the bias's own."""
+    predicts: bool = False
+    """True if layers that predict further tokens follow the others, with DeepSeek-V3's names."""
 
     def of_layer(self, model: DecoderModel) -> Mapping[str, str]:
+        if model.mla and model.mla.q_lora_rank:
+            return {**self.layer, "attention.q": "self_attn.q_b_proj"}
         return {**self.layer, **self.two_norms} if model.parallel_residual == "two_norms" else self.layer
 
 
@@ -479,6 +624,13 @@ LLAMA = {
     "ffn.gate": "mlp.gate_proj",
     "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
+}
+_LATENT = LLAMA | {
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv": "self_attn.kv_b_proj",
 }
 _OUTPUT_NORMS = {"attention_out_norm": "post_attention_layernorm", "ffn_out_norm": "post_feedforward_layernorm"}
 _GEMMA2 = LLAMA | _OUTPUT_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
@@ -649,6 +801,37 @@ _GPT_OSS_YARN: Mapping[str, JsonValue] = {
     "original_max_position_embeddings": 4096,
     "truncate": False,
 }
+_DEEPSEEK = (
+    *(*_sizes(), _FFN, _UNQUANTISED, _tied(False), _activation()),
+    *(Only("attention_bias", (False,)), Only("moe_layer_freq", (1,)), Rotation(latent=True)),
+)
+_INTERLEAVE = ValueMap("rotary_pairs", "rope_interleave", {True: "neighbours", False: "halves"}, True)
+_DEEPSEEK_EXPERTS = {
+    "num_experts": "n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_ffn_size": "moe_intermediate_size",
+    "shared_experts": "n_shared_experts",
+    "first_dense_layers": "first_k_dense_replace",
+    "normalise_weights": "norm_topk_prob",
+    "weight_scale": "routed_scaling_factor",
+    "num_groups": "n_group",
+    "top_groups": "topk_group",
+}
+_WITHOUT_FIRST = {name: key for name, key in _DEEPSEEK_EXPERTS.items() if name != "first_dense_layers"}
+_CHOICE_BY_SIGMOID: dict[str, JsonValue] = {"score": "sigmoid", "choice_bias": True}
+
+
+def _deepseek_experts(
+    sizes: Mapping[str, JsonValue], choice: Mapping[str, JsonValue], keys: Mapping[str, str] = _DEEPSEEK_EXPERTS
+) -> Rule:
+    """Return the rule for experts of DeepSeek-V3's kind, with the type's defaults."""
+    return ExpertKeys(keys, _CHOICE_BY_SIGMOID, {**sizes, **choice})
+
+
+_DEEPSEEK_NAMES = Names(LLAMA, shared="shared_experts", choice_bias="gate.e_score_correction_bias")
+_LATENT_NAMES = replace(_DEEPSEEK_NAMES, layer=_LATENT, predicts=True)
+_ERNIE_EXPERTS: dict[str, JsonValue] = {"num_experts": 64, "top_k": 6, "expert_ffn_size": 1536, "shared_experts": 2}
+_GLM_CHOICE: dict[str, JsonValue] = {"normalise_weights": True, "weight_scale": 1.0, "num_groups": 1, "top_groups": 1}
 _EVERY_LAYER_HAS_EXPERTS = (Only("decoder_sparse_step", (1,)), Only("mlp_only_layers", ([],)))
 
 FAMILIES: dict[str, HubType] = {
@@ -927,4 +1110,172 @@ FAMILIES: dict[str, HubType] = {
         ),
         Names(LLAMA, router="router", experts=("experts.gate_up_proj", "experts.down_proj"), alternating=True),
     ),
+    "deepseek_v3": HubType(
+        "DeepseekV3ForCausalLM",
+        (
+            *(*_DEEPSEEK, _eps(), LatentKeys(), _INTERLEAVE),
+            *(Only("scoring_func", ("sigmoid",)), Only("topk_method", ("noaux_tc",))),
+            PredictionLayers(),
+            _deepseek_experts(
+                {"num_experts": 256, "top_k": 8, "expert_ffn_size": 2048, "shared_experts": 1, "first_dense_layers": 3},
+                {"normalise_weights": True, "weight_scale": 2.5, "num_groups": 8, "top_groups": 4},
+            ),
+        ),
+        _LATENT_NAMES,
+    ),
+    "deepseek_v2": HubType(
+        "DeepseekV2ForCausalLM",
+        (
+            *(*_DEEPSEEK, _eps(), LatentKeys(), Always({"rotary_pairs": "neighbours"}), Only("mlp_bias", (False,))),
+            *(Only("scoring_func", ("softmax",)), Only("norm_topk_prob", (False,))),
+            ExpertKeys(
+                {name: key for name, key in _DEEPSEEK_EXPERTS.items() if name != "normalise_weights"},
+                {"normalise_weights": False, "group_best": 1},
+                {"num_experts": 64, "expert_ffn_size": 1407, "shared_experts": 2},
+            ),
+            GroupChoice(),
+        ),
+        Names(_LATENT, shared="shared_experts"),
+    ),
+    "glm4_moe": HubType(
+        "Glm4MoeForCausalLM",
+        (
+            *(*_llama(eps=1e-5), _biased("attention_bias", ("none", "qkv"))),
+            *(Key("qk_norm", "use_qk_norm", bool, False), Rotation(fraction=0.5)),
+            PredictionLayers(),
+            _deepseek_experts(
+                {"num_experts": 128, "top_k": 8, "expert_ffn_size": 1408, "shared_experts": 1, "first_dense_layers": 1},
+                _GLM_CHOICE,
+            ),
+        ),
+        replace(_DEEPSEEK_NAMES, predicts=True),
+    ),
+    "glm4_moe_lite": HubType(
+        "Glm4MoeLiteForCausalLM",
+        (
+            *(*_DEEPSEEK, _eps("rms_norm_eps", 1e-5), LatentKeys(query=768, plain=192, value=256), _INTERLEAVE),
+            PredictionLayers(),
+            _deepseek_experts(
+                {"num_experts": 64, "top_k": 4, "expert_ffn_size": 1536, "shared_experts": 1},
+                {**_GLM_CHOICE, "weight_scale": 1.8},
+                _WITHOUT_FIRST,
+            ),
+            DenseFirst(),
+        ),
+        _LATENT_NAMES,
+    ),
+    "solar_open": HubType(
+        "SolarOpenForCausalLM",
+        (
+            *(*_sizes(), _KV_HEADS, Key("head_dim", "head_dim", int, 128), _UNQUANTISED, _tied(False)),
+            *(_eps("rms_norm_eps", 1e-5), _activation(), _biased("attention_bias", ("none", "qkv"))),
+            *(Always({"ffn_size": lambda model: model["hidden_size"]}), Rotation(fraction=1.0, theta=1_000_000.0)),
+            _deepseek_experts(
+                {"num_experts": 128, "top_k": 8, "expert_ffn_size": 1280, "shared_experts": 1},
+                _GLM_CHOICE,
+                _WITHOUT_FIRST,
+            ),
+        ),
+        _DEEPSEEK_NAMES,
+    ),
+    "dots1": HubType(
+        "Dots1ForCausalLM",
+        (
+            *(*_LLAMA, _QK_NORM, _biased("attention_bias"), FullLayers(), Rotation()),
+            ExpertKeys(_DEEPSEEK_EXPERTS, _CHOICE_BY_SIGMOID),
+        ),
+        _DEEPSEEK_NAMES,
+    ),
+    "exaone_moe": HubType(
+        "ExaoneMoeForCausalLM",
+        (
+            *(*_llama(eps=1e-5), _QK_NORM, LayerWindows(every=4)),
+            Always({"rotated_layers": lambda model: "all" if model["sliding_window"] is None else "windowed"}),
+            Rotation(),
+            _deepseek_experts(
+                {"num_experts": 64, "top_k": 8, "expert_ffn_size": 1024, "shared_experts": 1},
+                {**_GLM_CHOICE, "weight_scale": 2.5},
+                _WITHOUT_FIRST | {"num_experts": "num_experts", "shared_experts": "num_shared_experts"},
+            ),
+            DenseFirst(),
+        ),
+        Names(LLAMA, shared="shared_experts", choice_bias="e_score_correction_bias"),
+    ),
+    "hy_v3": HubType(
+        "HYV3ForCausalLM",
+        (
+            *(*_sizes(), _KV_HEADS, Key("head_dim", "head_dim", int, 128), _FFN, _UNQUANTISED, _tied(False)),
+            *(_eps("rms_norm_eps", 1e-5), _activation(), _QK_NORM, _biased("attention_bias")),
+            *(Only("mlp_bias", (False,)), Rotation(theta=11_158_840.0)),
+            _deepseek_experts(
+                {"num_experts": 192, "top_k": 8, "expert_ffn_size": 1536, "shared_experts": 1},
+                {"weight_scale": 2.826},
+                {
+                    "num_experts": "num_experts",
+                    "top_k": "num_experts_per_tok",
+                    "expert_ffn_size": "moe_intermediate_size",
+                    "shared_experts": "num_shared_experts",
+                    "weight_scale": "router_scaling_factor",
+                },
+            ),
+            DenseFirst(),
+        ),
+        Names(LLAMA, router="router.gate", shared="shared_mlp", choice_bias="expert_bias"),
+    ),
+    "minimax_m2": HubType(
+        "MiniMaxM2ForCausalLM",
+        (
+            *(*_sizes(), _KV_HEADS, Key("head_dim", "head_dim", int, 128), _FFN, _UNQUANTISED, _tied(False), _eps()),
+            *(_activation(), _QK_NORM_OVER_ALL, Rotation(fraction=1.0, theta=5_000_000.0), RotaryDim()),
+            _deepseek_experts(
+                {"num_experts": 256, "top_k": 8},
+                {},
+                {
+                    "num_experts": "num_local_experts",
+                    "top_k": "num_experts_per_tok",
+                    "expert_ffn_size": "intermediate_size",
+                },
+            ),
+        ),
+        Names(LLAMA, moe="block_sparse_moe", experts=("w1", "w3", "w2"), choice_bias="e_score_correction_bias"),
+    ),
+    "ernie4_5_moe": HubType(
+        "Ernie4_5_MoeForCausalLM",
+        (
+            *(*_sizes(), _KV_HEADS, _HEAD_DIM, _FFN, _UNQUANTISED, _tied(True), _eps("rms_norm_eps", 1e-5)),
+            *(_activation(), Only("use_bias", (False,)), Always({"rotary_pairs": "neighbours"})),
+            Rotation(theta=500_000.0),
+            ExpertKeys(
+                {
+                    "num_experts": "moe_num_experts",
+                    "top_k": "moe_k",
+                    "expert_ffn_size": "moe_intermediate_size",
+                    "shared_experts": "moe_num_shared_experts",
+                    "first_dense_layers": "moe_layer_start_index",
+                    "every": "moe_layer_interval",
+                },
+                {"normalise_weights": True, "choice_bias": True},
+                {**_ERNIE_EXPERTS, "first_dense_layers": 1, "every": 1},
+            ),
+            ErnieLayers(),
+        ),
+        Names(
+            LLAMA,
+            shared="shared_experts",
+            choice_bias="moe_statics.e_score_correction_bias",
+            choice_bias_leading=(1,),
+        ),
+    ),
 }
+
+LEFT_OUT = {
+    "minimax": "its lightning attention is linear attention with a decay for each head, which no layer here computes",
+    "granitemoeshared": "its shared expert is one tensor outside of the experts' module, which no rule names",
+    "phimoe": "its router chooses two experts in turn and masks scores between them (SparseMixer)",
+    "hunyuan_v1_moe": "its queries and keys are normalised after their rotation",
+    "afmoe": "its attention has a gate for each output",
+    "longcat_flash": "its layers have two attentions and experts that compute nothing",
+    "llama4": "its router scales the inputs of experts instead of their outputs",
+    "jetmoe": "its attention is a mixture of experts too",
+}
+"""Decoders with experts in transformers that are not read -> the reason."""

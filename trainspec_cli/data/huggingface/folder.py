@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -84,7 +85,13 @@ def check_count(model: TextModel) -> None:
 
 def find_faults(entries: Mapping[str, StoredTensor | PackedTensor], model: TextModel, folder: Path) -> list[Problem]:
     shapes = {name: entry.shape for name, entry in entries.items()}
-    return compare_tensors(tensor_shapes(model), shapes, {HEAD} if model.tied_embeddings else set(), folder)
+    allowed = {HEAD} if model.tied_embeddings else set[str]()
+    names = FAMILIES[model_type(model)].names
+    if names.predicts and not model.prediction_layers:  # layers that predict further tokens, which the model leaves out
+        number = re.compile(rf"{re.escape(names.layers)}\.(\d+)\.")
+        numbered = ((name, number.match(name)) for name in entries)
+        allowed |= {name for name, found in numbered if found and int(found[1]) >= model.num_layers}
+    return compare_tensors(tensor_shapes(model), shapes, allowed, folder)
 
 
 def compare_tensors(

@@ -9,7 +9,7 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from trainspec_cli.core.reading.files import (
 )
 from trainspec_cli.data.huggingface.config import HUB_TYPES, model_type
 from trainspec_cli.data.huggingface.families import Names
-from trainspec_cli.recipe.keys.model import CONV_TAPS, DecoderModel, HybridModel, TextModel
+from trainspec_cli.recipe.keys.model import CONV_TAPS, DecoderModel, HybridModel, LatentAttentionSpec, TextModel
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.records import read_record, to_plain
 
@@ -221,6 +221,8 @@ class Piece:
     belong to other boxes."""
     is_conv: bool = False
     """True if the tensor has a dimension of size 1 after the first, as those of depthwise convolutions."""
+    leading: Shape = ()
+    """Dims of size 1 that the tensor has before the parameter's."""
 
     @property
     def tensor_shape(self) -> Shape:
@@ -228,7 +230,7 @@ class Piece:
         if self.is_conv:
             return (self.shape[0], 1, *self.shape[1:])
         if not self.transposed:
-            return self.shape
+            return (*self.leading, *self.shape)
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return shape if self.stacked else shape[-2:]
 
@@ -262,6 +264,8 @@ class Parameter:
     """The parameter's name in the engine's model."""
     shape: Shape
     pieces: tuple[Piece, ...]
+    dtype: str | None = None
+    """The format in files, if it is always the same."""
 
     @property
     def numel(self) -> int:
@@ -278,10 +282,24 @@ def parameters(model: TextModel) -> list[Parameter]:
     if model.learned_positions:
         shape = (model.learned_positions, hidden)
         found.append(_whole("position_embed.weight", f"{names.positions}.weight", shape))
-    for layer in range(model.num_layers):
+    predicted = 0 if isinstance(model, HybridModel) else model.prediction_layers
+    for layer in range(model.num_layers + predicted):
         found += _hybrid_layer(model, layer, names) if isinstance(model, HybridModel) else _layer(model, layer, names)
     found += _norm(model.as_decoder, "norm", names.norm, hidden)
-    return found if model.tied_embeddings else [*found, _whole("head.weight", f"{names.head}.weight", (vocab, hidden))]
+    if not model.tied_embeddings:
+        found.append(_whole("head.weight", f"{names.head}.weight", (vocab, hidden)))
+    # Each prediction layer has copies of the embedding and of the head.
+    numbers = range(model.num_layers, model.num_layers + predicted)
+    copies = {
+        "embed.weight": [f"{names.layers}.{number}.embed_tokens.weight" for number in numbers],
+        "head.weight": [f"{names.layers}.{number}.shared_head.head.weight" for number in numbers],
+    }
+    return [
+        replace(
+            one, pieces=(*one.pieces, *(replace(one.pieces[0], tensor=tensor) for tensor in copies.get(one.name, ())))
+        )
+        for one in found
+    ]
 
 
 def tensor_shapes(model: TextModel) -> dict[str, Shape]:
@@ -318,6 +336,10 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
     theirs = f"{names.layers}.{layer}"
     named = names.of_layer(model)
     hidden = model.hidden_size
+    if layer >= model.num_layers:  # a prediction layer
+        yield _whole(f"{ours}.join.weight", f"{theirs}.eh_proj.weight", (hidden, 2 * hidden))
+        for name, tensor in {"embed_norm": "enorm", "hidden_norm": "hnorm", "head_norm": "shared_head.norm"}.items():
+            yield from _norm(model, f"{ours}.{name}", f"{theirs}.{tensor}", hidden)
     of_attention, of_ffn = model.layer_norms
 
     def norm(name: str, has: bool) -> Iterator[Parameter]:
@@ -347,9 +369,13 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
 
     yield from norm("attention_norm", of_attention.before)
     head = model.head_dim
-    for name, heads in {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}.items():
-        yield from matrix(f"attention.{name}", heads * head, hidden, biased=model.attention_bias != "none")
-    yield from matrix("attention.out", hidden, model.num_heads * head, biased=False)
+    if model.mla is None:
+        for name, heads in {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}.items():
+            yield from matrix(f"attention.{name}", heads * head, hidden, biased=model.attention_bias != "none")
+        yield from matrix("attention.out", hidden, model.num_heads * head, biased=False)
+    else:
+        for name, shape in _latent_shapes(model, model.mla).items():
+            yield _whole(f"{ours}.attention.{name}.weight", f"{theirs}.{named[f'attention.{name}']}.weight", shape)
     if model.attention_bias == "all":
         yield _whole(f"{ours}.attention_bias", f"{theirs}.{named['attention.out']}.bias", (hidden,))
     if model.qk_norm:
@@ -361,7 +387,7 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
     yield from norm("attention_out_norm", of_attention.after)
     yield from norm("ffn_norm", of_ffn.before)
     yield from norm("ffn_out_norm", of_ffn.after)
-    if model.is_expert_layer(layer):
+    if model.is_expert_layer(min(layer, model.num_layers - 1)):
         yield from _experts(model, f"{ours}.ffn", f"{theirs}.{names.moe}", names)
         return
     for name in ("gate", "up") if model.gated_mlp else ("up",):
@@ -416,6 +442,21 @@ def _mamba(model: HybridModel, ours: str, theirs: str) -> Iterator[Parameter]:
     yield _whole(f"{ours}.out.weight", f"{theirs}.out_proj.weight", (hidden, inner))
 
 
+def _latent_shapes(model: DecoderModel, mla: LatentAttentionSpec) -> dict[str, Shape]:
+    """Return the shapes of the matrices and norms of latent attention."""
+    hidden, heads = model.hidden_size, model.num_heads
+    shapes: dict[str, Shape] = {}
+    if mla.q_lora_rank:
+        shapes |= {"q_down": (mla.q_lora_rank, hidden), "q_norm": (mla.q_lora_rank,)}
+    return shapes | {
+        "q": (heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), mla.q_lora_rank or hidden),
+        "kv_down": (mla.kv_lora_rank + mla.qk_rope_head_dim, hidden),
+        "kv_norm": (mla.kv_lora_rank,),
+        "kv": (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
+        "out": (hidden, heads * mla.v_head_dim),
+    }
+
+
 def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Iterator[Parameter]:
     experts = model.experts
     assert experts is not None
@@ -425,6 +466,11 @@ def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Itera
     yield _whole(f"{ours}.router.weight", f"{theirs}.{names.router}.weight", (experts.num_experts, hidden))
     if experts.bias:
         yield _whole(f"{ours}.router.bias", f"{theirs}.{names.router}.bias", (experts.num_experts,))
+    if experts.has_choice_bias and names.choice_bias:
+        tensor = f"{theirs}.{names.choice_bias}"
+        piece_of_bias = Piece(tensor, (0,), (experts.num_experts,), leading=names.choice_bias_leading)
+        name = f"{ours}.router.balance_bias_E"
+        yield Parameter(name, (experts.num_experts,), (piece_of_bias,), dtype="F32")
     if len(names.experts) == 2:  # all experts in one tensor
         both, down = names.experts
 

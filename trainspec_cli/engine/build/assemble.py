@@ -35,7 +35,7 @@ from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue, r
 from trainspec_cli.engine.shares import Cut, Share, is_quantised, quantised_parameters, split_quantised
 from trainspec_cli.planner.pipeline import cut_layers
 from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH, KernelSpec
-from trainspec_cli.recipe.keys.model import ModelSpec, OwnModel
+from trainspec_cli.recipe.keys.model import ModelSpec, OwnModel, embeds_at_both_ends
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.user_code import LOSS, Extension, arguments, load, user_code_errors
 
@@ -358,7 +358,7 @@ def layers_of(plan: Plan, stage: int) -> range | None:
 
 def is_twin(plan: Plan, name: str) -> bool:
     """Return whether a parameter exists at both ends of the pipeline."""
-    return plan.spec.model.tied_embeddings and name == "embed.weight" and plan.layout.num_stages > 1
+    return embeds_at_both_ends(plan.spec.model) and name == "embed.weight" and plan.layout.num_stages > 1
 
 
 def _refuse_compiling(plan: Plan, device_type: str) -> None:

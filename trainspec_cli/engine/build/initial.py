@@ -17,6 +17,7 @@ from trainspec_cli.data.huggingface.safetensors import PackedTensor, Piece, Stor
 from trainspec_cli.data.weights.folder import open_other
 from trainspec_cli.data.weights.stored import PartedTensor
 from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.checkpoint.files import kept_buffers
 from trainspec_cli.engine.checkpoint.manifest import read_manifest, verify_files
 from trainspec_cli.engine.checkpoint.memory import DTYPES
 from trainspec_cli.engine.checkpoint.saver import load_weights
@@ -46,12 +47,18 @@ def load_initial(plan: Plan, state: TrainState) -> None:
             else:
                 assert isinstance(model, DecoderModel), "hybrid models are rejected before launch"
                 entries = open_other(folder, model)
-            load_tensors(folder, entries, model, state.shares)
+            load_tensors(folder, entries, model, [*state.shares, *buffer_shares(state.parts)])
         elif init.run is not None:
             run = RunDir(init.run)
             folder = run.checkpoint(run.checkpoint_steps()[-1])
             verify_files(folder, read_manifest(folder).files[dist.get_rank() :: dist.get_world_size()])
             load_weights(folder, state.held)
+
+
+def buffer_shares(parts: Sequence[nn.Module]) -> list[Share]:
+    """Return the buffers that checkpoints hold (the biases of routers), which no layout splits."""
+    found = dict(named for part in parts for named in kept_buffers(part))
+    return [Share(name, nn.Parameter(buffer, requires_grad=False)) for name, buffer in found.items()]
 
 
 @torch.no_grad()

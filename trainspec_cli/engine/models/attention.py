@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.models.layers import RMSNorm, make_norm, precise
-from trainspec_cli.engine.models.rope import apply_rope, score_factor
+from trainspec_cli.engine.models.rope import apply_rope, neighbours_to_halves, score_factor
 from trainspec_cli.recipe.keys.model import SINK_DIMS, DecoderModel, Rotation
 
 
@@ -179,11 +179,10 @@ class Attention(nn.Module):
         return self.out(self.core(q_BSHE, k_BSKE, v_BSKE, mask_B1SS).flatten(2))
 
     def _rotate(self, x_BSHE: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
-        """Rotate the first R elements of each head. Neighbours are brought to the two halves, where they stay: scores
-        do not change if queries and keys have the same order."""
+        """Rotate the first R elements of each head."""
         rotated, rest = x_BSHE[..., : self.rotated_size], x_BSHE[..., self.rotated_size :]
         if self.pairs_neighbours:
-            rotated = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            rotated = neighbours_to_halves(rotated)
         rotated = self.rope(rotated, cos_SR, sin_SR)
         return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
@@ -204,13 +203,15 @@ class MultiHeadLatentAttention(nn.Module):
         assert mla is not None
         self.mla = mla
         self.head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        self.pairs_neighbours = model.rotary_pairs == "neighbours"
         self.core = CausalCore(window=window, scale=self.head_dim**-0.5 * score_factor(model.rope_scaling))
+        eps = mla.norm_eps or model.norm_eps
         if mla.q_lora_rank:
             self.q_down = nn.Linear(inputs, mla.q_lora_rank, bias=False)
-            self.q_norm = RMSNorm(mla.q_lora_rank, eps=model.norm_eps)
+            self.q_norm = RMSNorm(mla.q_lora_rank, eps=eps)
         self.q = nn.Linear(mla.q_lora_rank or inputs, heads * self.head_dim, bias=False)
         self.kv_down = nn.Linear(inputs, mla.kv_lora_rank + mla.qk_rope_head_dim, bias=False)
-        self.kv_norm = RMSNorm(mla.kv_lora_rank, eps=model.norm_eps)
+        self.kv_norm = RMSNorm(mla.kv_lora_rank, eps=eps)
         self.kv = nn.Linear(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim), bias=False)
         self.out = nn.Linear(heads * mla.v_head_dim, inputs, bias=False)
 
@@ -225,12 +226,15 @@ class MultiHeadLatentAttention(nn.Module):
         source = self.q_norm(self.q_down(x_BSD)) if self.mla.q_lora_rank else x_BSD
         q_BSHE = self.q(source).unflatten(-1, (-1, self.head_dim))
         plain, rotated = q_BSHE.split((self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim), dim=-1)
-        return torch.cat((plain, self.rope(rotated, cos_SR, sin_SR)), dim=-1)
+        return torch.cat((plain, self._rotate(rotated, cos_SR, sin_SR)), dim=-1)
+
+    def _rotate(self, x_BSHR: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+        return self.rope(neighbours_to_halves(x_BSHR) if self.pairs_neighbours else x_BSHR, cos_SR, sin_SR)
 
     def _keys_values(self, x_BSD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor]:
         mla = self.mla
         latent_BSL, rotated_BSR = self.kv_down(x_BSD).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
         both = self.kv(self.kv_norm(latent_BSL)).unflatten(-1, (-1, mla.qk_nope_head_dim + mla.v_head_dim))
         plain, v_BSHV = both.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=-1)
-        shared_BS1R = self.rope(rotated_BSR[:, :, None], cos_SR, sin_SR)
+        shared_BS1R = self._rotate(rotated_BSR[:, :, None], cos_SR, sin_SR)
         return torch.cat((plain, shared_BS1R.expand(*plain.shape[:3], -1)), dim=-1), v_BSHV

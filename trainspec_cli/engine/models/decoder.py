@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from trainspec_cli.engine.digest import IGNORED_TARGET
 from trainspec_cli.engine.models.attention import Attention, MultiHeadLatentAttention
 from trainspec_cli.engine.models.experts import MixtureOfExperts
 from trainspec_cli.engine.models.language_model import LanguageModel
@@ -72,6 +73,22 @@ def _rotation(rotation: Rotation, inputs: Sequence[Tensor]) -> tuple[Tensor | No
     return (*(pairs[2:] if rotation == "local" else pairs[:2]), *masks)
 
 
+class PredictionBlock(Block):
+    """A layer that predicts a further token (DeepSeek-V3, arXiv:2412.19437, eq. 21-23): a layer like the model's last
+    one on a projection of hidden states and embeddings, and a norm before the common head."""
+
+    def __init__(self, model: DecoderModel):
+        super().__init__(model, model.num_layers - 1)
+        self.embed_norm = make_norm(model, model.hidden_size)
+        self.hidden_norm = make_norm(model, model.hidden_size)
+        self.join = nn.Linear(2 * model.hidden_size, model.hidden_size, bias=False)
+        self.head_norm = make_norm(model, model.hidden_size)
+
+    def forward(self, x_BSD: Tensor, embedded_BSD: Tensor, *inputs: Tensor) -> Tensor:  # type: ignore[override]
+        both = torch.cat((self.embed_norm(embedded_BSD), self.hidden_norm(x_BSD)), dim=-1)
+        return self.head_norm(super().forward(self.join(both), *inputs))
+
+
 def dense_feed_forward(model: DecoderModel) -> FeedForward:
     return FeedForward(
         *(model.hidden_size, model.ffn_size),
@@ -103,6 +120,10 @@ class Decoder(LanguageModel):
             self.logit_scale = model.logit_scale
         if self.loss is not None:
             self.loss.softcap = model.logit_softcap
+        if self.loss is not None:
+            self.prediction_layers = model.prediction_layers
+            numbers = range(model.num_layers, model.num_layers + model.prediction_layers)
+            self.blocks.update({str(number): PredictionBlock(model) for number in numbers})
         self.rotated_size = model.rotated_size
         self.position_embed = None
         if model.learned_positions and (layers is None or 0 in layers):
@@ -114,6 +135,25 @@ class Decoder(LanguageModel):
             for part in ("cos", "sin"):
                 self.register_buffer(f"{name}{part}_SE", torch.empty(seq_len, self.rotated_size), persistent=False)
         self.register_buffer("positions_S", torch.empty(seq_len, dtype=torch.int64), persistent=False)
+
+    def prediction_loss(
+        self, x_BSD: Tensor, tokens_BS: Tensor, targets_BS: Tensor, documents_BS: Tensor | None
+    ) -> Tensor:
+        """Return the weighted mean loss of the prediction layers, summed over tokens (arXiv:2412.19437, eq. 24 and 25).
+        Layer k reads the tokens k places ahead. The last k tokens of a sequence or a document have no targets."""
+        head = self.head or self.embed
+        assert head is not None and self.loss is not None
+        inputs = self.block_inputs(x_BSD, documents_BS)
+        losses = []
+        blocks = list(self.blocks.values())[-self.prediction_layers :]
+        for ahead, block in enumerate(blocks, start=1):
+            is_cut_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) >= tokens_BS.shape[1] - ahead
+            if documents_BS is not None:
+                is_cut_S = is_cut_S | (documents_BS.roll(-ahead, 1) != documents_BS)
+            further_BS = targets_BS.roll(-ahead, 1).masked_fill(is_cut_S, IGNORED_TARGET)
+            x_BSD = block(x_BSD, self.embed_tokens(tokens_BS.roll(-ahead, 1)), *inputs)
+            losses.append(self.loss(x_BSD, head.weight, further_BS))
+        return torch.stack(losses).mean() * self.model.prediction_loss_weight
 
     def embed_tokens(self, tokens_BS: Tensor) -> Tensor:
         x_BSD = super().embed_tokens(tokens_BS)

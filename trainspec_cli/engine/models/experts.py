@@ -178,7 +178,7 @@ class Router(nn.Module):
         self.score = SCORES[experts.score]
         self.weight = nn.Parameter(torch.empty(experts.num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(experts.num_experts)) if experts.bias else None
-        bias = torch.empty(experts.num_experts, dtype=torch.float32) if experts.balance_rate else None
+        bias = torch.empty(experts.num_experts, dtype=torch.float32) if experts.has_choice_bias else None
         self.register_buffer("balance_bias_E", bias)
         counter = torch.empty(experts.num_experts, dtype=torch.int64)
         self.register_buffer("tokens_per_expert_E", counter, persistent=False)
@@ -218,7 +218,12 @@ class Router(nn.Module):
         kept = self.spec.top_groups
         if kept < groups:
             grouped = scores_BSE.unflatten(-1, (groups, -1))
-            best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1).topk(kept, dim=-1).indices
+            best = (
+                grouped.topk(min(self.spec.group_best, grouped.shape[-1]), dim=-1)
+                .values.sum(-1)
+                .topk(kept, dim=-1)
+                .indices
+            )
             outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
             scores_BSE = grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
         return scores_BSE.topk(self.spec.top_k, dim=-1).indices

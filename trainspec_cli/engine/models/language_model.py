@@ -18,7 +18,7 @@ from trainspec_cli.engine.models.experts import MixtureOfExperts, Router
 from trainspec_cli.engine.models.layers import BatchNorm, FeedForward, RMSNorm
 from trainspec_cli.engine.models.lora import QuantisedLinear
 from trainspec_cli.engine.models.mamba2 import Mamba2, init_scan
-from trainspec_cli.recipe.keys.model import OwnModel, TextModel
+from trainspec_cli.recipe.keys.model import OwnModel, TextModel, embeds_at_both_ends
 
 INIT_STD = 0.02
 
@@ -32,6 +32,8 @@ class PublishedModel(nn.Module):
     applies."""
     tensor_partial: ClassVar[tuple[str, ...]] = ()
     """Parameters that are inside regions but not split, so a rank's gradient is only a partial sum."""
+    prediction_layers: int = 0
+    """Number of blocks of this stage, the last ones, that predict further tokens."""
     seed: int = 0
     """The run's seed, for initial values that are generated for several parameters together."""
 
@@ -129,7 +131,7 @@ class LanguageModel(PublishedModel):
         layers = range(model.num_layers) if layers is None else layers
         first = 0 in layers
         last = model.num_layers - 1 in layers
-        embeds = first or (last and model.tied_embeddings)
+        embeds = first or (last and embeds_at_both_ends(model))
         self.embed = nn.Embedding(model.vocab_size, model.hidden_size) if embeds else None
         self.blocks = nn.ModuleDict({str(layer): make_block(layer) for layer in layers})
         self.norm: nn.Module | None = RMSNorm(model.hidden_size, eps=model.norm_eps) if last else None
@@ -141,25 +143,42 @@ class LanguageModel(PublishedModel):
         self.residual_std = INIT_STD / math.sqrt(self.writes_per_layer * model.num_layers)
 
     def forward(
-        self, tokens_or_x: Tensor, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None
+        self,
+        tokens_or_x: Tensor,
+        targets_BS: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+        tokens_BS: Tensor | None = None,
     ) -> Tensor:
         """Run the model or stage. With `documents_BS` (document numbers), attention is limited to each document.
+        Prediction layers on another stage than the first need `tokens_BS`.
 
         Return hidden states (B, S, D) unless this is the last stage. The last stage returns the summed loss (scalar,
         fp32) if targets are given, and logits (B, S, V) otherwise.
         """
         x_BSD = tokens_or_x if tokens_or_x.is_floating_point() else self.embed_tokens(tokens_or_x)
         inputs = self.block_inputs(x_BSD, documents_BS)
-        for block in self.blocks.values():
+        blocks = list(self.blocks.values())
+        for block in blocks[: len(blocks) - self.prediction_layers]:
             x_BSD = block(x_BSD, *inputs)
         if self.norm is None or self.loss is None:
             return x_BSD
         head = self.head or self.embed
         assert head is not None, "in a tied model, the last stage also holds the embedding"
         x_BSD = self.norm(x_BSD)
-        if self.logit_scale != 1:
-            x_BSD = x_BSD * self.logit_scale
-        return self.loss(x_BSD, head.weight, targets_BS)
+        result = self.loss(x_BSD * self.logit_scale if self.logit_scale != 1 else x_BSD, head.weight, targets_BS)
+        if self.prediction_layers and targets_BS is not None and torch.is_grad_enabled():
+            tokens_BS = tokens_BS if tokens_or_x.is_floating_point() else tokens_or_x
+            assert tokens_BS is not None
+            # The value of the result stays the loss of the next token, which other runs can be compared with.
+            further = self.prediction_loss(x_BSD, tokens_BS, targets_BS, documents_BS)
+            result = result + (further - further.detach())
+        return result
+
+    def prediction_loss(
+        self, x_BSD: Tensor, tokens_BS: Tensor, targets_BS: Tensor, documents_BS: Tensor | None
+    ) -> Tensor:
+        """Return the weighted loss of the prediction layers, summed over tokens."""
+        raise NotImplementedError
 
     def embed_tokens(self, tokens_BS: Tensor) -> Tensor:
         assert self.embed is not None, "only the first stage takes tokens"

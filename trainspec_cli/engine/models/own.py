@@ -43,15 +43,13 @@ class OwnLanguageModel(LanguageModel):
         self._whole: tuple[tuple[int, int], nn.Module] | None = None
         """The most recently initialised block, with its layer and seed."""
 
-    def forward(
-        self, tokens_or_x: Tensor, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, *inputs: Tensor | None, **named: Tensor | None) -> Tensor:
         with user_code_errors(
             self.maker.extension,
             "in a step",
             passes=lambda error: is_no_fault(error) or not came_through_user_code(error),
         ):
-            return super().forward(tokens_or_x, targets_BS, documents_BS)
+            return super().forward(*inputs, **named)  # type: ignore[arg-type]
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """A user-defined block's parameters get the values from its code; all others are initialised as in any language

@@ -55,6 +55,12 @@ def apply_rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     return x_BSHE * cos_SE[:seq_len, None, :] + rotated * sin_SE[:seq_len, None, :]
 
 
+def neighbours_to_halves(x: Tensor) -> Tensor:
+    """Bring pairs (2i, 2i + 1) of the last dim to (i, i + E/2), where they stay: scores do not change if queries and
+    keys have the same order."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
 def score_factor(scaling: RopeScaling | None) -> float:
     """Return the factor for attention scores in addition to 1 / sqrt(E): YaRN's softer softmax (arXiv:2309.00071, eq.
     22).
@@ -64,4 +70,4 @@ def score_factor(scaling: RopeScaling | None) -> float:
     """
     if scaling is None or scaling.kind != "yarn":
         return 1.0
-    return (0.1 * math.log(scaling.factor) + 1.0) ** 2
+    return (0.1 * scaling.mscale * math.log(scaling.factor) + 1.0) ** 2

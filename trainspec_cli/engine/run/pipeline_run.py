@@ -57,7 +57,10 @@ class PipelineRun:
         entering = tokens if action.stage == 0 else self._mail.receive(Message(*_place(action), is_gradient=False))
         if action.stage > 0:
             self._inputs[_place(action)] = entering.requires_grad_()
-        leaving = part(entering, *others)
+        if action.stage > 0 and part.prediction_layers:
+            leaving = part(entering, *others, tokens_BS=tokens)
+        else:
+            leaving = part(entering, *others)
         if action.stage == self._last:
             leaving = leaving / self.global_tokens
             self.loss += leaving.detach()

@@ -6,6 +6,7 @@ there are several.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,7 +72,7 @@ def export(plan: Plan, request: ExportRequest) -> int:
         write_file(Path(request.output) / name, held, read(plan, Path(request.checkpoint), held), request.dtype)
         where |= {piece.tensor: name for parameter in held for piece in parameter.pieces}
     if len(names) > 1:
-        total = sum(parameter.numel for held in files for parameter in held) * DTYPE_BYTES[request.dtype]
+        total = sum(_bytes(held, request) for held in files)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (Path(request.output) / INDEX).write_text(json_text(index) + "\n", encoding="utf-8")
     return len(names)
@@ -98,7 +99,7 @@ def _files(wanted: Sequence[Parameter], request: ExportRequest) -> Iterator[list
     held: list[Parameter] = []
     size = 0
     for together in _sharing(wanted):
-        added = sum(parameter.numel for parameter in together) * DTYPE_BYTES[request.dtype]
+        added = _bytes(together, request)
         if held and size + added > request.max_file_bytes:
             yield held
             held = []
@@ -106,6 +107,14 @@ def _files(wanted: Sequence[Parameter], request: ExportRequest) -> Iterator[list
         held += together
         size += added
     yield held
+
+
+def _bytes(held: Sequence[Parameter], request: ExportRequest) -> int:
+    return sum(
+        math.prod(piece.shape) * DTYPE_BYTES[parameter.dtype or request.dtype]
+        for parameter in held
+        for piece in parameter.pieces
+    )
 
 
 def _sharing(wanted: Sequence[Parameter]) -> Iterator[list[Parameter]]:
@@ -142,9 +151,10 @@ def read(plan: Plan, checkpoint: Path, wanted: Sequence[Parameter]) -> dict[str,
 def write_file(path: Path, held: Sequence[Parameter], full: Mapping[str, Tensor], dtype: str) -> None:
     tensors = places_of(held)
     with path.open("wb") as file:
-        file.write(make_header({name: (dtype, stored_shape(places)) for name, places in tensors.items()}))
-        for places in tensors.values():
-            tensor = assemble(places, full).to(DTYPES[dtype]).contiguous()
+        formats = {name: places[0][0].dtype or dtype for name, places in tensors.items()}
+        file.write(make_header({name: (formats[name], stored_shape(places)) for name, places in tensors.items()}))
+        for name, places in tensors.items():
+            tensor = assemble(places, full).to(DTYPES[formats[name]]).contiguous()
             file.write(tensor.view(torch.uint8).numpy().data)
 
 

@@ -47,7 +47,15 @@ from trainspec_cli.planner.time.step import (
     recompute_part_s,
     waiting_share,
 )
-from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, Layer, TextModel, has_layer_list
+from trainspec_cli.recipe.keys.model import (
+    ConvModel,
+    DecoderModel,
+    HybridModel,
+    Layer,
+    TextModel,
+    embeds_at_both_ends,
+    has_layer_list,
+)
 from trainspec_cli.recipe.results.plan import StepTime
 
 # Memory traffic of FSDP2's copies in bytes per parameter, for a 2-byte compute format and gradients summed in fp32.
@@ -549,7 +557,12 @@ class EngineStep:
             copies_s += self._moved_s(LATE_SUM_BYTES * own)
             exchange_s += all_reduce_s(self.groups["tp"], 4.0 * own, self.eff)
         ends = [layout.rank_of_stage(stage) for stage in (0, layout.num_stages - 1)]
-        if rank in ends and isinstance(model, DecoderModel | HybridModel) and model.tied_embeddings and layout.pp > 1:
+        if (
+            rank in ends
+            and isinstance(model, DecoderModel | HybridModel)
+            and embeds_at_both_ends(model)
+            and layout.pp > 1
+        ):
             own = model.vocab_size * model.hidden_size / layout.tp / layout.shards
             copies_s += self._moved_s(LATE_SUM_BYTES * own)
             per_stage = layout.world_size // layout.pp

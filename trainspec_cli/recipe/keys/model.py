@@ -74,6 +74,8 @@ class LatentAttentionSpec:
     """Width of the part that is rotated."""
     v_head_dim: PositiveInt = 128
     """Width of a value's head."""
+    norm_eps: PositiveFloat | None = None
+    """`norm_eps` of the latents' norms; null: the same as in the model's other norms."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class RopeScaling:
     whole_bounds: bool = True
     """yarn: round the indices of the first and last frequency between these two limits to integers (gpt_oss does
     not)."""
+    mscale: NonNegativeFloat = 1.0
+    """yarn: attention scores are multiplied by (0.1 mscale ln(factor) + 1)^2."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +134,15 @@ class ExpertSpec:
     weight_scale: PositiveFloat = 1.0
     """Factor applied to the weights after normalisation (the routed scaling factor)."""
     num_groups: PositiveInt = 1
-    """Number of expert groups. A token's experts come from the `top_groups` groups whose two best experts have the
-    highest scores."""
+    """Number of expert groups. A token's experts come from the `top_groups` groups whose `group_best` best experts have
+    the highest scores."""
     top_groups: PositiveInt = 1
     """Number of expert groups that a token may choose from."""
+    group_best: PositiveInt = 2
+    """Number of best experts whose scores are summed to a group's score (1 in DeepSeek-V2)."""
+    choice_bias: bool = False
+    """True if each expert has a bias that counts only in the choice of experts (DeepSeek-V3's e_score_correction_bias).
+    Only `balance_rate` changes it, which also adds it."""
     balance_rate: NonNegativeFloat = 0.0
     """Loss-free balancing (arXiv:2408.15664): after each step, the bias of each expert that received fewer tokens than
     the mean is raised by this amount, and the biases of the others are lowered by it; 0: no balancing."""
@@ -143,6 +152,10 @@ class ExpertSpec:
     capacity_factor: PositiveFloat | None = None
     """An expert accepts at most this many times its even share of each sequence's tokens, those with the highest
     weights first, and drops the rest. null: it accepts all tokens (dropless)."""
+
+    @property
+    def has_choice_bias(self) -> bool:
+        return self.choice_bias or self.balance_rate > 0
 
 
 class LayerNorms(NamedTuple):
@@ -226,8 +239,10 @@ class DecoderModel:
     experts: ExpertSpec | None = None
     """A mixture of experts instead of the feed-forward; null: not used."""
     prediction_layers: NonNegativeInt = 0
-    """Number of additional layers that predict further tokens (multi-token prediction, DeepSeek-V3). The planner counts
-    them, but the engine does not support them."""
+    """Number of additional layers that predict further tokens (multi-token prediction, DeepSeek-V3, arXiv:2412.19437).
+    Each reads the hidden states of the one before it and the embeddings of the tokens that were predicted last."""
+    prediction_loss_weight: NonNegativeFloat = 0.3
+    """Weight of the prediction layers' mean loss. It affects the gradients but is not part of the reported loss."""
     activation: Activation = "silu"
     """The activation of the feed-forward and the experts."""
     gate_limit: PositiveFloat | None = None
@@ -292,11 +307,8 @@ class DecoderModel:
         memory="trainspec_cli.planner.memory.engine.step",
     )
 
-    @property
-    def is_built(self) -> bool:
-        """Return whether the engine can train it. A model that it cannot train can still be planned."""
-        return self.prediction_layers == 0
-
+    is_built: ClassVar[bool] = True
+    """Whether the engine can train it. A model that it cannot train can still be planned."""
     scans: ClassVar[bool] = False
 
     @property
@@ -350,6 +362,11 @@ class DecoderModel:
         """Return the number of tokens that this layer attends to; None: all previous ones."""
         every = self.global_attention_every
         return None if every and (layer + 1) % every == 0 else self.sliding_window
+
+
+def embeds_at_both_ends(model: ModelSpec) -> bool:
+    """Return whether the last stage of a pipeline also holds the embedding: as its head, or for prediction layers."""
+    return model.tied_embeddings or model.prediction_layers > 0
 
 
 def departs(model: DecoderModel, name: str) -> bool:

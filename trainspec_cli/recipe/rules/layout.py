@@ -311,9 +311,19 @@ def position_table(spec: RunSpec) -> Iterator[Problem]:
 
 
 def prediction_layers(spec: RunSpec) -> Iterator[Problem]:
-    if isinstance(spec.model, DecoderModel) and not spec.model.is_built:
-        message = "the engine does not build the layers that predict further tokens; the rest of the model is the same"
-        yield Problem("unsupported", message, "model.prediction_layers", "set model.prediction_layers=0")
+    """Reject what the layers that predict further tokens do not support."""
+    model = spec.model
+    if not model.prediction_layers:
+        return
+    reasons = {
+        "layout.cp": size_of(spec.layout, "cp") > 1 and "a layer reads tokens that other ranks hold",
+        "lora.rank": spec.lora.rank > 0 and "adapters for them have no place in PEFT's format",
+        "model.learned_positions": model.learned_positions > 0 and "they have no positions of their own",
+    }
+    for path, reason in reasons.items():
+        if reason:
+            message = f"`model.prediction_layers` is {model.prediction_layers}, which `{path}` rules out: {reason}"
+            yield Problem("unsupported", message, path, "set model.prediction_layers=0")
 
 
 def heads(spec: RunSpec) -> Iterator[Problem]:
@@ -343,7 +353,7 @@ def decoder_features(spec: RunSpec) -> Iterator[Problem]:
         return
     apart = {
         "mla": (
-            *("attention_scale", "attention_softcap", "rotary_pairs", "rotary_fraction", "local_rope_theta"),
+            *("attention_scale", "attention_softcap", "attention_bias", "rotary_fraction", "local_rope_theta"),
             *("rotated_layers", "unrotated_every", "qk_norm"),
         ),
         "attention_sinks": ("attention_softcap",),

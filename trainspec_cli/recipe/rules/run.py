@@ -16,7 +16,14 @@ from trainspec_cli.core.reading.files import how_to_copy
 from trainspec_cli.recipe.field_types import AUTO, Range, ranges_of
 from trainspec_cli.recipe.keys.kernels import TORCH
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import HybridModel, ModelSpec, OwnModel, TextModel, has_layer_list
+from trainspec_cli.recipe.keys.model import (
+    HybridModel,
+    ModelSpec,
+    OwnModel,
+    TextModel,
+    embeds_at_both_ends,
+    has_layer_list,
+)
 from trainspec_cli.recipe.keys.run import SOURCES, DataSpec, Documents, PartSpec, RunSpec
 from trainspec_cli.recipe.keys.training import BLOCK, ON_DEVICE, OPTIMIZERS, QUANTISED_ROW, QUANTISED_SIZE, RampStage
 from trainspec_cli.recipe.records import UNKNOWN
@@ -690,8 +697,9 @@ def noise_hindrance(model: ModelSpec, layout: Layout, replica_groups: int, micro
     turns = micro_batches if layout.exchanges_every_backward else 1
     if layout.data_parallel_size * replica_groups < 2:
         return "it is measured between data-parallel ranks, but there is only 1"
-    if model.tied_embeddings and layout.pp > 1 and layout.exchanges_every_backward:
-        return f"ZeRO-{layout.zero_stage} sums a tied embedding's gradient separately on each of its stages"
+    if embeds_at_both_ends(model) and layout.pp > 1 and layout.exchanges_every_backward:
+        which = "a tied embedding" if model.tied_embeddings else "the embedding, which prediction layers read,"
+        return f"ZeRO-{layout.zero_stage} sums the gradient of {which} separately on each of its stages"
     ranks, left = divmod(layout.ep, layout.cp * layout.tp)
     if layout.ep > 1 and left:
         return f"the {layout.ep} ranks of ep hold parts of a sample's gradient"

@@ -33,6 +33,7 @@ FAMILIES: dict[str, ModelSpec] = {
     # DeepSeek-V3: latent attention, expert groups, a shared expert
     "latent": _decoder(
         num_kv_heads=4,
+        rotary_pairs="neighbours",
         mla=LatentAttentionSpec(
             kv_lora_rank=32, q_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
         ),

@@ -87,6 +87,7 @@ OFF: Mapping[str, JsonValue] = {
     "data.tokenizer.options": {},
     "data.tokenizer.end_of_document": None,
     "model.prediction_layers": 0,
+    "model.prediction_loss_weight": 0.3,
     "model.learned_positions": 0,
     "model.sliding_window": None,
     "model.mla": None,

@@ -230,10 +230,13 @@ def rotate_part(tape: Tape, x: Value, model: DecoderModel) -> Value:
     rotated = x.elements * model.rotated_size / model.head_dim
     rest = x.elements - rotated
     part, kept = tape.split(x, rotated, rest) if rest else (x, None)
-    if model.rotary_pairs == "neighbours":
-        part = tape.copy(part)
-    turned = rotate(tape, part)
+    turned = rotate_pairs(tape, part, model)
     return turned if kept is None else tape.cat(turned, kept)
+
+
+def rotate_pairs(tape: Tape, x: Value, model: DecoderModel) -> Value:
+    """Rotate all of `x`. Neighbours are first brought to the two halves."""
+    return rotate(tape, tape.copy(x) if model.rotary_pairs == "neighbours" else x)
 
 
 def rotate(tape: Tape, x: Value) -> Value:
@@ -277,7 +280,7 @@ def latent_queries(tape: Tape, x: Value, shape: Shape) -> Value:
         source = tape.norm(tape.linear(x, tape.leaf(model.hidden_size * rank), tokens * rank), tape.leaf(rank), tokens)
     q = linear(tape, source, shape, "q", heads * size, rank)
     plain, rotated = tape.split(q, *(tokens * heads * part for part in (mla.qk_nope_head_dim, mla.qk_rope_head_dim)))
-    return tape.cat(plain, rotate(tape, rotated))
+    return tape.cat(plain, rotate_pairs(tape, rotated, model))
 
 
 def latent_keys_values(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value]:
@@ -289,7 +292,7 @@ def latent_keys_values(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value
     per_token = heads * (plain_size + value)
     both = tape.linear(tape.norm(latent, tape.leaf(rank), tokens), tape.leaf(rank * per_token), tokens * per_token)
     plain, v = tape.split(both, tokens * heads * plain_size, tokens * heads * value)
-    turned = rotate(tape, rotated)
+    turned = rotate_pairs(tape, rotated, model)
     return tape.cat(plain, tape.expand(turned, tokens * heads * shared)), v
 
 
@@ -537,10 +540,10 @@ def router(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value]:
 def choose(tape: Tape, shape: Shape) -> Value:
     """Choose the experts by their biased scores, among those of the chosen groups."""
     spec = shape.experts
-    copies = (spec.balance_rate > 0) + (spec.top_groups < spec.num_groups)
+    copies = spec.has_choice_bias + (spec.top_groups < spec.num_groups)
     room = tape.new(copies * shape.outside_tokens * spec.num_experts, PRECISE)
     scores_bytes = shape.outside_tokens * spec.num_experts * PRECISE
-    tape.move(scores_bytes, *(spec.balance_rate > 0) * [2 * scores_bytes])
+    tape.move(scores_bytes, *spec.has_choice_bias * [2 * scores_bytes])
     if spec.top_groups < spec.num_groups:
         tape.move(scores_bytes, 2 * scores_bytes, *GROUP_KERNELS)
     indices = tape.new(shape.outside_tokens * spec.top_k, INDEX)
@@ -879,12 +882,23 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
 
 
 @lru_cache(maxsize=1024)
-def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfile:
-    """Profile one layer, forward and backward. `split`: whether weight gradients are computed later."""
+def profile_block(shape: Shape, recompute: Recompute, split: bool, predicts: bool = False) -> BlockProfile:
+    """Profile one layer, forward and backward. `split`: whether weight gradients are computed later. `predicts`: it is
+    a prediction layer."""
     tape = Tape(shape.width, fp8=shape.fp8, frozen=shape.lora.rank > 0, fuses=shape.compiled)
     tape.put_off = [] if split else None
     source = tape.leaf(shape.outside_tokens * shape.hidden, frozen=False)
+    if predicts:
+        embedded = tape.leaf(source.elements, frozen=False)
+        return profile(tape, lambda: prediction_block(tape, source, embedded, shape), recompute)
     return profile(tape, lambda: block(tape, source, shape), recompute)
+
+
+def prediction_block(tape: Tape, x: Value, embedded: Value, shape: Shape) -> Value:
+    """Record a layer that predicts a further token, with its projection and norms."""
+    both = tape.cat(norm(tape, embedded, shape), norm(tape, x, shape))
+    joined = linear(tape, both, shape, "join", shape.hidden, 2 * shape.hidden)
+    return norm(tape, block(tape, joined, shape), shape)
 
 
 def block(tape: Tape, x: Value, shape: Shape) -> Value:

@@ -392,6 +392,11 @@ class _Stage:
     sharding: Sharding
     left: int
     """Number of remaining backward passes."""
+    further: int = 0
+    """Number of blocks, the last ones, that predict further tokens."""
+
+    def is_further(self, block: _Block) -> bool:
+        return any(block is one for one in self.blocks[len(self.blocks) - self.further :])
 
     @cached_property
     def units(self) -> list[Sharded]:
@@ -432,15 +437,22 @@ class _Replay:
         held_layers = [self.layers[layer] for layer in held]
         makers = {layer: self._maker(layer) for layer in set(held_layers)}
         blocks = [makers[layer]() for layer in held_layers]
-        return _Stage(first, last, blocks, outside, sharding, self.micro_batches)
+        further = self.model.prediction_layers if last else 0
+        if further:
+            make = self._maker(self.layers[-1], predicts=True)
+            blocks += [make() for _ in range(further)]
+        return _Stage(first, last, blocks, outside, sharding, self.micro_batches, further)
 
-    def _maker(self, layer: Layer) -> Callable[[], _Block]:
+    def _maker(self, layer: Layer, *, predicts: bool = False) -> Callable[[], _Block]:
         """Return a function that creates blocks of one kind, which share everything except gathered parameters."""
         model, layout, lora = self.model, self.layout, self.given.lora
-        profile = profile_block(shape_of(self.given, model, layer), self.given.recompute, self.split)
+        profile = profile_block(shape_of(self.given, model, layer), self.given.recompute, self.split, predicts)
         spread = layout.ep > 1 and "experts" in layer.mixers
         experts = freeze(experts_unit(model, layout), lora) if spread else None
-        own, whole = block_unit(model, layer, layout, lora), freeze(whole_experts(model, layer, layout), lora)
+        own, whole = (
+            block_unit(model, layer, layout, lora, predicts=predicts),
+            freeze(whole_experts(model, layer, layout), lora),
+        )
         return lambda: _Block(profile, Sharded(own), Sharded(experts) if experts else None, whole)
 
     def run(self) -> PeakMemory:
@@ -494,6 +506,9 @@ class _Replay:
         stage.sharding.gather(stage.outside)
         account.add("activations", self.message_bytes + self.angles_bytes)
         for block in stage.blocks:
+            if stage.is_further(block):  # the loss before it, and the embeddings that it reads
+                self._loss(stage)
+                account.add("activations", self.message_bytes)
             stage.sharding.gather(block.own)
             self._work(stage, block, block.profile.forward)
             stage.sharding.free_after_forward(block.own)
@@ -561,6 +576,9 @@ class _Replay:
             self._loss_backward(stage)
         else:
             account.add("collectives", self.message_bytes)
+        # The gradient of the embeddings that prediction layers read waits for that of the first layer's.
+        embedding = self.model.vocab_size // self.layout.tp * self.model.hidden_size * self.width
+        waiting = 0.0
         for block in reversed(stage.blocks):
             sharding.gather_again(block.own)
             sharding.prefetch(stage.before[id(block.own)])
@@ -572,7 +590,15 @@ class _Replay:
             else:
                 sharding.make_gradient(block.own)
             sharding.after_backward(block.own, exchanges=exchanges, last=stage.left == 0)
+            if stage.is_further(block):
+                account.add("activations", -self.message_bytes)
+                account.touch(embedding if waiting else 0.0, "gradients")
+                account.add("gradients", 0.0 if waiting else embedding)
+                waiting = embedding
+                self._loss_backward(stage)
+        account.add("gradients", 0.0 if stage.first else -waiting)
         sharding.make_gradient(stage.outside)
+        account.add("gradients", -waiting if stage.first else 0.0)
         account.add("activations", -self.message_bytes - self.angles_bytes)
         if not stage.last:
             account.add("collectives", -self.message_bytes)

@@ -17,6 +17,7 @@ from trainspec_cli.recipe.keys.model import (
     Layer,
     LayerNorms,
     TextModel,
+    embeds_at_both_ends,
 )
 from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_SIZE, STACKED_VALUES, KeptState, LoraSpec
 
@@ -65,9 +66,13 @@ class Unit:
         return float(max((rows * row for rows, row in self.matrices), default=0))
 
 
-def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -> Unit:
+def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec, *, predicts: bool = False) -> Unit:
+    """Return the parameters of a block. `predicts`: a prediction layer, with a projection and three more norms."""
     early, shards = whole_experts(model, layer, layout).full, layout.shards
     matrices = tuple(block_matrices(model, layer, layout))
+    if predicts:
+        hidden = model.hidden_size
+        matrices = ((hidden, 2 * hidden), *norm_vectors(model.as_decoder, hidden) * 3, *matrices)
     decoder = adapted_decoder(model, lora)
     if decoder is None:
         return Unit(matrices, shards, early=early)
@@ -210,7 +215,7 @@ def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> U
     """Return the unit of a stage's parameters outside the blocks: the embedding, position embeddings, norm and head, if
     the stage has them."""
     table = (model.vocab_size // layout.tp, model.hidden_size)
-    matrices = [table] if first or (last and model.tied_embeddings) else []
+    matrices = [table] if first or (last and embeds_at_both_ends(model)) else []
     if first and model.learned_positions:
         matrices.append((model.learned_positions, model.hidden_size))
     matrices += norm_vectors(model.as_decoder, model.hidden_size) if last else ()
