@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.data.huggingface.config import MODEL_TYPES, read_model
-from trainspec_cli.data.huggingface.families import FAMILIES, LEFT_OUT, HubType, Only
+from trainspec_cli.data.huggingface.config import HUB_TYPES, read_model
+from trainspec_cli.data.huggingface.families import LEFT_OUT, HubType, Only
 from trainspec_cli.data.weights.naming import SUPPORTED
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel, TextModel
 from trainspec_cli.recipe.records import build
 from trainspec_cli.recipe.rules.layout import context_parallel
 from trainspec_cli.wings.certify.cases import Case, build_plan
@@ -25,22 +25,24 @@ PAGE = Path(__file__).parents[2] / "docs" / "fine-tuning.md"
 START, END = "<!-- types -->\n", "<!-- end of types -->\n"
 UNSTATED = {
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention"]},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
 }
-"""Keys without a default in transformers."""
+"""Keys without a default in transformers, and layers without experts."""
 USUAL = {"quantization_config"}
 """Keys that no type supports."""
 
 
-def model_of(kind: str) -> DecoderModel:
+def model_of(kind: str) -> TextModel:
     """Return a model of this type with the sizes that transformers takes if a config.json states none."""
     config = transformers.AutoConfig.for_model(kind, **UNSTATED.get(kind, {})).to_dict()
-    model, problems = build(DecoderModel, read_model(config, "config.json"))
+    content = read_model(config, "config.json")
+    model, problems = build({"decoder": DecoderModel, "hybrid": HybridModel}[str(content["family"])], content)
     assert problems == []
     return model
 
 
-def context_method(model: DecoderModel) -> str:
+def context_method(model: TextModel) -> str:
     """Return the first method of context parallelism that works."""
     spec = build_plan(Case("dense", Layout()), "cpu").spec
     spec = replace(spec, model=model, data=replace(spec.data, seq_len=4096))
@@ -51,19 +53,21 @@ def context_method(model: DecoderModel) -> str:
     return "none"
 
 
-def exports(kind: str, names: HubType) -> str:
+def exports(kind: str, names: HubType, model: TextModel) -> str:
     others = sorted({naming.partition("_")[0] for naming, kinds in SUPPORTED.items() if kind in kinds})
-    adapters = [] if names.names.fused or names.names.transposed else ["peft"]
+    is_plain = not (names.names.fused or names.names.transposed or "lora" in model.record.refuses)
+    adapters = [] if not is_plain else ["peft"]
     return " ".join(["hf", *adapters, *others])
 
 
 def rows() -> Iterator[tuple[str, str, str, str]]:
     """Yield (type, layouts, formats of export, keys that are left out)."""
-    for kind in MODEL_TYPES:
+    for kind, hub_type in HUB_TYPES.items():
         model = model_of(kind)
-        axes = ["tp", "pp", f"cp ({context_method(model)})", *(["ep"] if model.experts else [])]
-        left_out = [one.name for one in FAMILIES[kind].rules if isinstance(one, Only) and one.name not in USUAL]
-        yield kind, " ".join(axes), exports(kind, FAMILIES[kind]), ", ".join(f"`{name}`" for name in left_out) or "-"
+        method = context_method(model)
+        axes = ["tp", "pp", *([] if method == "none" else [f"cp ({method})"]), *(["ep"] if model.experts else [])]
+        left_out = [one.name for one in hub_type.rules if isinstance(one, Only) and one.name not in USUAL]
+        yield kind, " ".join(axes), exports(kind, hub_type, model), ", ".join(f"`{name}`" for name in left_out) or "-"
 
 
 def table() -> str:
@@ -80,7 +84,7 @@ def test_the_table_of_model_types_is_that_of_the_code() -> None:
 
 @pytest.mark.parametrize("kind", LEFT_OUT)
 def test_types_that_are_left_out_exist_and_are_not_read(kind: str) -> None:
-    assert kind in transformers.CONFIG_MAPPING and kind not in FAMILIES
+    assert kind in transformers.CONFIG_MAPPING and kind not in HUB_TYPES
 
 
 if __name__ == "__main__":

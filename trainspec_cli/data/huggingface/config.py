@@ -47,9 +47,9 @@ def _misfits(model: TextModel, kind: str) -> dict[str, object] | None:
     if problems or (found.experts is None) is not (model.experts is None):
         return None
     misfits = {key: ours for key, (ours, _) in differences(model, found).items()}
-    if model.experts is not None and model.experts.balance_rate and not FAMILIES[kind].names.choice_bias:
+    if model.experts is not None and model.experts.balance_rate and not HUB_TYPES[kind].names.choice_bias:
         misfits["experts.balance_rate"] = model.experts.balance_rate
-    if model.prediction_layers and not FAMILIES[kind].names.predicts:
+    if model.prediction_layers and not HUB_TYPES[kind].names.predicts:
         misfits["prediction_layers"] = model.prediction_layers
     return misfits
 

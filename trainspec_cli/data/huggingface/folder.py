@@ -86,7 +86,7 @@ def check_count(model: TextModel) -> None:
 def find_faults(entries: Mapping[str, StoredTensor | PackedTensor], model: TextModel, folder: Path) -> list[Problem]:
     shapes = {name: entry.shape for name, entry in entries.items()}
     allowed = {HEAD} if model.tied_embeddings else set[str]()
-    names = FAMILIES[model_type(model)].names
+    names = HUB_TYPES[model_type(model)].names
     if names.predicts and not model.prediction_layers:  # layers that predict further tokens, which the model leaves out
         number = re.compile(rf"{re.escape(names.layers)}\.(\d+)\.")
         numbered = ((name, number.match(name)) for name in entries)
