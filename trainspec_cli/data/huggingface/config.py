@@ -112,7 +112,9 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
     """Return the `model` section that config.json describes. Raises RecipeError; `where` names the file."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise _unsupported(f"{where} has model_type {kind!r}; supported are {', '.join(MODEL_TYPES)}")
+        message = f"{where} has model_type {kind!r}; supported are {', '.join(MODEL_TYPES)}"
+        hint = "set model.backend=transformers to train the module of transformers itself"
+        raise RecipeError(Problem("unsupported", message, "init.from", hint))
     name = config.get("_name_or_path")
     model: JsonObject = {"family": "decoder", "name": name if name and isinstance(name, str) else kind, "hf_type": kind}
     wrong: list[Problem] = []

@@ -231,14 +231,14 @@ def parameters(model: DecoderModel) -> list[Parameter]:
     names = FAMILIES[model_type(model)].names
     hidden = model.hidden_size
     vocab = model.vocab_size
-    found = [_whole("embed.weight", f"{names.embed}.weight", (vocab, hidden))]
+    found = [whole("embed.weight", f"{names.embed}.weight", (vocab, hidden))]
     if model.learned_positions:
         shape = (model.learned_positions, hidden)
-        found.append(_whole("position_embed.weight", f"{names.positions}.weight", shape))
+        found.append(whole("position_embed.weight", f"{names.positions}.weight", shape))
     for layer in range(model.num_layers):
         found += _layer(model, layer, names)
     found += _norm(model, "norm", names.norm, hidden)
-    return found if model.tied_embeddings else [*found, _whole("head.weight", f"{names.head}.weight", (vocab, hidden))]
+    return found if model.tied_embeddings else [*found, whole("head.weight", f"{names.head}.weight", (vocab, hidden))]
 
 
 def tensor_shapes(model: DecoderModel) -> dict[str, Shape]:
@@ -306,7 +306,7 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
         yield from matrix(f"attention.{name}", heads * head, hidden, biased=model.attention_bias != "none")
     yield from matrix("attention.out", hidden, model.num_heads * head, biased=False)
     if model.attention_bias == "all":
-        yield _whole(f"{ours}.attention_bias", f"{theirs}.{named['attention.out']}.bias", (hidden,))
+        yield whole(f"{ours}.attention_bias", f"{theirs}.{named['attention.out']}.bias", (hidden,))
     if model.qk_norm:
         for name, heads in (("attention.q_norm", model.num_heads), ("attention.k_norm", model.num_kv_heads)):
             size = head * (heads if model.qk_norm_over == "all" else 1)
@@ -321,7 +321,7 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
         yield from matrix(f"ffn.{name}", model.ffn_size, hidden, biased=model.mlp_bias)
     yield from matrix("ffn.down", hidden, model.ffn_size, biased=False)
     if model.mlp_bias:
-        yield _whole(f"{ours}.ffn_bias", f"{theirs}.{named['ffn.down']}.bias", (hidden,))
+        yield whole(f"{ours}.ffn_bias", f"{theirs}.{named['ffn.down']}.bias", (hidden,))
 
 
 def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Iterator[Parameter]:
@@ -330,7 +330,7 @@ def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Itera
     hidden, width = model.hidden_size, experts.expert_ffn_size
     rows = range(experts.num_experts)
     up_shape, down_shape = (experts.num_experts, hidden, 2 * width), (experts.num_experts, width, hidden)
-    yield _whole(f"{ours}.router.weight", f"{theirs}.{names.router}.weight", (experts.num_experts, hidden))
+    yield whole(f"{ours}.router.weight", f"{theirs}.{names.router}.weight", (experts.num_experts, hidden))
     if len(names.experts) == 2:  # all experts in one tensor
         both, down = names.experts
         for name, tensor, stacked in (("up", both, up_shape), ("down", down, down_shape)):
@@ -350,18 +350,18 @@ def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Itera
         shared = experts.shared_experts * (experts.shared_expert_ffn_size or width)
         for name, tensor in {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}.items():
             matrix = (hidden, shared) if name == "down" else (shared, hidden)
-            yield _whole(f"{ours}.shared.{name}.weight", f"{theirs}.{names.shared}.{tensor}.weight", matrix)
+            yield whole(f"{ours}.shared.{name}.weight", f"{theirs}.{names.shared}.{tensor}.weight", matrix)
     if experts.shared_gate:
-        yield _whole(f"{ours}.shared_gate", f"{theirs}.{names.shared}_gate.weight", (1, hidden))
+        yield whole(f"{ours}.shared_gate", f"{theirs}.{names.shared}_gate.weight", (1, hidden))
 
 
 def _norm(model: DecoderModel, name: str, tensor: str, size: int) -> Iterator[Parameter]:
-    yield _whole(f"{name}.weight", f"{tensor}.weight", (size,))
+    yield whole(f"{name}.weight", f"{tensor}.weight", (size,))
     if model.norm_bias:
-        yield _whole(f"{name}.bias", f"{tensor}.bias", (size,))
+        yield whole(f"{name}.bias", f"{tensor}.bias", (size,))
 
 
-def _whole(name: str, tensor: str, shape: Shape) -> Parameter:
+def whole(name: str, tensor: str, shape: Shape) -> Parameter:
     return Parameter(name, shape, (Piece(tensor, (0,) * len(shape), shape),))
 
 

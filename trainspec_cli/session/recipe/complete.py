@@ -33,6 +33,10 @@ def complete_model(data: JsonObject, unchosen: frozenset[str], *, to_run: bool =
     `to_run`) for a named model needs no checkpoint."""
     asked = {} if "model" in unchosen else section_of(data, "model")
     begins_with = section_of(data, "init").get("from")
+    if "transformers" in (section_of(data, "model").get("backend"), asked.get("family")) and begins_with != MISSING:
+        from trainspec_cli.session.recipe.module import complete_module  # deferred: starts processes
+
+        return complete_module(data, begins_with if isinstance(begins_with, str) else None, to_run=to_run)
     if begins_with == MISSING:
         is_named = asked.get("family", AUTO_FAMILY) != AUTO_FAMILY
         if is_named and not to_run:
