@@ -372,12 +372,16 @@ def adapters_of(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
         return []
     if owner.rpartition(".")[2] not in lora.targets or len(parameter.shape) != 2:
         return []
-    outputs, inputs = parameter.shape
-    name = f"{_PEFT_PREFIX}{parameter.pieces[0].tensor.removesuffix('.weight')}"
+    return halves_of(owner, parameter.pieces[0].tensor.removesuffix(".weight"), parameter.shape, lora)
+
+
+def halves_of(owner: str, tensor: str, shape: Shape, lora: LoraSpec) -> list[Parameter]:
+    """Return the two factors of an adapter: of the linear layer `owner` in the engine, and `tensor` in the folder."""
+    outputs, inputs = shape
     shapes = {"lora_a": ("lora_A", (lora.rank, inputs)), "lora_b": ("lora_B", (outputs, lora.rank))}
     return [
-        Parameter(f"{owner}.{ours}", shape, (Piece(f"{name}.{theirs}.weight", (0, 0), shape),))
-        for ours, (theirs, shape) in shapes.items()
+        Parameter(f"{owner}.{ours}", size, (Piece(f"{_PEFT_PREFIX}{tensor}.{theirs}.weight", (0, 0), size),))
+        for ours, (theirs, size) in shapes.items()
     ]
 
 
@@ -393,6 +397,10 @@ def adapter_config(model: DecoderModel, lora: LoraSpec, base: str | None) -> Jso
         raise RecipeError(Problem("unsupported", message, "--format", "pass --format hf, which merges the adapters"))
     named = names.of_layer(model)
     targets = [named.get(f"attention.{target}") or named[f"ffn.{target}"] for target in lora.targets]
+    return adapter_settings(lora, base, [target.rpartition(".")[2] for target in targets])
+
+
+def adapter_settings(lora: LoraSpec, base: str | None, targets: Iterable[str]) -> JsonObject:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -400,7 +408,7 @@ def adapter_config(model: DecoderModel, lora: LoraSpec, base: str | None) -> Jso
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": [target.rpartition(".")[2] for target in targets],
+        "target_modules": list(targets),
         "bias": "none",
         "inference_mode": True,
     }

@@ -172,7 +172,7 @@ class FamilyRecord:
     """What the engine cannot do with such a model (a layout axis or one of `FEATURES`) -> the reason."""
 
 
-FEATURES = ("lora", "fp8", "compile", "elastic", "muon")
+FEATURES = ("lora", "nf4", "fp8", "compile", "elastic", "muon", "loss", "kernels")
 
 
 @dataclass(frozen=True)
@@ -631,6 +631,7 @@ class TransformersModel:
             "fp8": "it is implemented only for the linear layers of decoders",
             "muon": "the plan does not know the matrices of a transformers module",
             "loss": "a transformers module computes its logits itself",
+            "kernels": "a transformers module uses the kernels of transformers",
         },
     )
     is_built: ClassVar[bool] = True
