@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from trainspec_cli.core.errors import MachineError, Problem, RecipeError
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.data.huggingface.module_tensors import MODULE as PREFIX
 from trainspec_cli.engine.digest import IGNORED_TARGET
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
@@ -56,9 +56,8 @@ def make_module(model: TransformersModel) -> Any:
     code = described.pop("auto_map", None)
     try:
         if code and model.trust_remote_code:
-            options = {"trust_remote_code": True, "local_files_only": True}
-            config = AutoConfig.from_pretrained(model.folder, **options)
-            built = AutoModelForCausalLM.from_config(config, **options)
+            config = AutoConfig.from_pretrained(model.folder, trust_remote_code=True, local_files_only=True)
+            built = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
         elif kind in CONFIG_MAPPING:
             built = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind].from_dict(described))
         else:
@@ -68,7 +67,9 @@ def make_module(model: TransformersModel) -> Any:
                 hint = "read its Python files, then set model.trust_remote_code=true to run them with your permissions"
                 raise RecipeError(Problem("untrusted_code", message, "model.trust_remote_code", hint))
             raise RecipeError(Problem("unsupported", known, "init.from", "install a newer transformers"))
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError, RuntimeError) as error:
+    except TrainspecError:
+        raise
+    except Exception as error:  # whatever the code of a model type, or of the folder, raises
         message = f"transformers {version} cannot build the model of {model.folder or 'model.config'}: {error}"
         hint = "AutoModelForCausalLM.from_config must accept its config.json"
         raise RecipeError(Problem("unsupported", message, "init.from", hint)) from error
@@ -99,7 +100,7 @@ class TransformersLanguageModel(PublishedModel):
         self.chunk = ChunkCrossEntropy()
         self._plain = (copy.deepcopy(self.module),)  # in a tuple, because it is not a part of this module
         self._with_values: tuple[tuple[str, int], nn.Module] | None = None
-        self._keeps_apart = False
+        self._is_tried = False
         self.train(False)
 
     def train(self, _mode: bool = True) -> TransformersLanguageModel:
@@ -112,19 +113,17 @@ class TransformersLanguageModel(PublishedModel):
         """Return the summed loss (scalar, fp32) if targets are given, and logits (B, S, V) otherwise. With
         `documents_BS` (document numbers), each document has its own positions, by which transformers separates them.
 
-        Raises RecipeError if the model lets documents see each other."""
+        Raises RecipeError in the first call if the model lets tokens see later tokens or other documents."""
+        if targets_BS is not None and not self._is_tried and has_values():
+            self._try(tokens_BS.device, documents=documents_BS is not None)
+            self._is_tried = True
         samples = len(tokens_BS)
         if not samples:  # a rank whose samples are used up takes part in the exchanges
             tokens_BS = tokens_BS.new_zeros((1, tokens_BS.shape[1]))
             targets_BS = None if targets_BS is None else torch.full_like(tokens_BS, IGNORED_TARGET)
             documents_BS = None
-        positions: tuple[Tensor, ...] = ()
-        if documents_BS is not None:
-            if not self._keeps_apart and has_values():
-                self._try_documents(tokens_BS)
-                self._keeps_apart = True
-            positions = (positions_in(documents_BS),)
-        logits_BSV = self._logits(tokens_BS, *positions)
+        positions_BS = None if documents_BS is None else positions_in(documents_BS)
+        logits_BSV = self._logits(tokens_BS, positions_BS)
         if targets_BS is None:
             return logits_BSV[:samples]
         loss: Tensor = _CrossEntropy.apply(self.chunk, logits_BSV.flatten(0, -2), targets_BS.flatten())
@@ -142,27 +141,34 @@ class TransformersLanguageModel(PublishedModel):
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
-    def _try_documents(self, tokens_BS: Tensor) -> None:
-        """Compare a document after another one with the same document alone. Raises RecipeError if they differ.
+    def _try(self, device: torch.device, *, documents: bool) -> None:
+        """Check on a few random tokens that no token sees later ones and, if wanted, that the documents in a sample do
+        not see each other. Raises RecipeError.
 
         transformers separates documents by their positions, in the masks that most but not all models use
         (`masking_utils.create_causal_mask`); state-space layers and ALiBi do not."""
-        length = min(TRIAL_TOKENS, tokens_BS.shape[1] // 2)
-        generator = torch.Generator().manual_seed(0)
         vocabulary = self.module.get_input_embeddings().num_embeddings
-        ids = torch.randint(vocabulary, (1, 2 * length), generator=generator).to(tokens_BS.device)
-        positions = torch.arange(length, device=ids.device).repeat(2)[None]
+        ids = torch.randint(vocabulary, (1, 2 * TRIAL_TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
+        kind = f"{type(self.module).__name__} of transformers"
+
+        def agree(one: Tensor, other: Tensor) -> bool:
+            tolerance = AGREEMENT.get(one.dtype, AGREEMENT_ELSE) * max(1.0, float(other.abs().max()))
+            return torch.allclose(one, other, rtol=0.0, atol=tolerance)
+
+        if not agree(self._logits(ids)[:, :TRIAL_TOKENS], self._logits(ids[:, :TRIAL_TOKENS])):
+            message = f"{kind} lets tokens see later tokens, so it cannot be trained to predict the next one"
+            raise RecipeError(Problem("unsupported", message, "init.from", "name the folder of a causal model"))
+        if not documents:
+            return
+        positions = torch.arange(TRIAL_TOKENS, device=device).repeat(2)[None]
         try:
-            packed = self._logits(ids, positions)[:, length:]
-            alone = self._logits(ids[:, length:])
-            tolerance = AGREEMENT.get(alone.dtype, AGREEMENT_ELSE) * max(1.0, float(alone.abs().max()))
-            if torch.allclose(packed, alone, rtol=0.0, atol=tolerance):
+            packed = self._logits(ids, positions)[:, TRIAL_TOKENS:]
+            if agree(packed, self._logits(ids[:, TRIAL_TOKENS:])):
                 return
             what = "lets documents in one sample see each other"
         except TypeError:
             what = "does not accept `position_ids`, by which documents are kept apart"
-        kind = type(self.module).__name__
-        message = f"{kind} of transformers {what}, and this data needs document masks"
+        message = f"{kind} {what}, and this data needs document masks"
         hint = "train on data without document masks (data=jsonl or data=text, data.document_masks=false)"
         raise RecipeError(Problem("unsupported", message, "data.document_masks", hint))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -191,7 +192,7 @@ def _traced(model: TransformersModel, request: ModuleRequest) -> TransformersMod
     kinds = Counter(forms)
     firsts = [forms.index(kind) for kind in kinds]
     traces = {
-        (recompute, samples): _trace(model, request, firsts, recompute, samples)
+        (recompute, samples): _trace(whole, model.block_list, request, firsts, recompute, samples)
         for recompute in RECOMPUTES
         for samples in (1, 2)
     }
@@ -220,15 +221,20 @@ def _traced(model: TransformersModel, request: ModuleRequest) -> TransformersMod
 
 
 def _trace(
-    model: TransformersModel, request: ModuleRequest, firsts: list[int], recompute: Recompute, samples: int
+    whole: TransformersLanguageModel,
+    block_list: str,
+    request: ModuleRequest,
+    firsts: list[int],
+    recompute: Recompute,
+    samples: int,
 ) -> list[_Figures]:
     """Trace a forward and a backward pass of the module with only these blocks. Return the figures of everything before
     the blocks, of each block, and of everything after them."""
+    part = copy.deepcopy(whole)
     with torch.device("meta"):
-        part = TransformersLanguageModel(model)
         apply_lora(part, request.lora)
     blocks = part.block_modules()
-    owner, _, leaf = model.block_list.rpartition(".")
+    owner, _, leaf = block_list.rpartition(".")
     setattr(part.module.get_submodule(owner), leaf, nn.ModuleList(blocks[first] for first in firsts))
     apply_recompute(part.block_modules(), recompute)
     ledger = Ledger()

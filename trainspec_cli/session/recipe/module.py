@@ -59,11 +59,12 @@ def complete_module(data: JsonObject, begins_with: str | None, *, to_run: bool) 
         return failed(error.problems)
     if counted.model is None:
         return failed(counted.problems)
-    values = {key: value for key, value in to_plain(counted.model).items() if key not in asked}
     tokenizer = folder / TOKENIZER
     return Completion(
-        {"model": values} | tokenizer_values(data, tokenizer.absolute() if tokenizer.is_file() else None),
+        {"model": to_plain(counted.model)}
+        | tokenizer_values(data, tokenizer.absolute() if tokenizer.is_file() else None),
         str(folder / CONFIG),
+        replaced=frozenset({"model"}),
     )
 
 
