@@ -31,8 +31,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def config_of(kind: str) -> str:
-    return json.dumps({"model_type": kind, "vocab_size": VOCABULARY, **CONFIGS[kind]})
+def config_of(kind: str, vocabulary: int = VOCABULARY) -> str:
+    return json.dumps({"model_type": kind, "vocab_size": vocabulary, **CONFIGS[kind]})
 
 
 def counted(
@@ -54,12 +54,12 @@ def model_of(kind: str, lora: LoraSpec = LoraSpec(), compute: Literal["bf16", "f
     return found.model
 
 
-def written(kind: str, folder: Path) -> Any:
+def written(kind: str, folder: Path, vocabulary: int = VOCABULARY) -> Any:
     """Write a folder as transformers does; return the model."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config_of(kind))))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config_of(kind, vocabulary))))
     model.save_pretrained(folder)
     return model

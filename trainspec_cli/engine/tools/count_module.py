@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,15 @@ def _count(request: ModuleRequest) -> TransformersModel:
     if request.has_weights:
         _check_weights(module, draft)
     _check_adapters(module, blocks, request.lora)
-    return _traced(draft, request)
+    try:
+        try:
+            return _traced(draft, request)
+        except RuntimeError:  # torch infers the shapes of a grouped matmul only in bf16
+            return _traced(replace(draft, traced_width=2), replace(request, compute="bf16"))
+    except Exception as error:  # whatever a module raises that looks at values, such as a router that counts tokens
+        message = f"{type(module).__name__} cannot be traced without values: {error}"
+        hint = "train it with `trainspec run`"
+        raise RecipeError(Problem("unsupported", message, "model.backend", hint)) from error
 
 
 def _check_blocks(module: Any, blocks: str) -> None:
@@ -168,7 +176,7 @@ class _Watch:
         self.left.append((self.ledger.peak_bytes - self.live, self.ledger.live_bytes - self.live))
         self._start()
 
-    def enter(self, _block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def enter(self, _block: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if not self.parts:
             self.mark_forward()
             self._at_gradient(args[0] if args else named["hidden_states"])
