@@ -1,4 +1,5 @@
-"""Private parts of torch, hydra, omegaconf, typer and transformers that the package uses, by name and with the files that use them.
+"""Private parts of torch, hydra, omegaconf, typer and transformers that the package uses, by name and with the files
+that use them.
 
 A new release may rename any of them without notice: the table fails here, by name, and not somewhere in a run. A use
 that is not in the table fails too.

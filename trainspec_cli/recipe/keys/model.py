@@ -172,7 +172,7 @@ class FamilyRecord:
     """What the engine cannot do with such a model (a layout axis or one of `FEATURES`) -> the reason."""
 
 
-FEATURES = ("lora", "nf4", "fp8", "compile", "elastic", "muon", "loss", "kernels")
+FEATURES = ("ep", "lora", "nf4", "fp8", "compile", "elastic", "muon", "loss", "kernels")
 
 
 @dataclass(frozen=True)

@@ -59,13 +59,10 @@ def complete_module(data: JsonObject, begins_with: str | None, *, to_run: bool) 
         return failed(error.problems)
     if counted.model is None:
         return failed(counted.problems)
+    described: JsonObject = {"model": to_plain(counted.model)}
     tokenizer = folder / TOKENIZER
-    return Completion(
-        {"model": to_plain(counted.model)}
-        | tokenizer_values(data, tokenizer.absolute() if tokenizer.is_file() else None),
-        str(folder / CONFIG),
-        replaced=frozenset({"model"}),
-    )
+    described |= tokenizer_values(data, tokenizer.absolute() if tokenizer.is_file() else None)
+    return Completion(described, str(folder / CONFIG), replaced=frozenset({"model"}))
 
 
 @lru_cache(maxsize=64)
