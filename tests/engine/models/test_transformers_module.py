@@ -43,7 +43,6 @@ def filled(model: TransformersModel, lora: LoraSpec = LoraSpec(), seed: int = 0)
         part = build_model(model, SEQ_LEN)
         apply_lora(part, lora)
     allocate(part, CPU, offload=False)
-    part.module.tie_weights()
     materialise(part, [Share(name, one) for name, one in part.named_parameters()], CPU, seed)
     return part
 
@@ -210,6 +209,17 @@ def test_a_folder_is_read_and_written_to_the_byte(kind: str, tmp_path: Path) -> 
         assert torch.equal(parameter, tensors[name.removeprefix(MODULE)]), name
     tokens, _ = draw(torch.Generator().manual_seed(0))
     assert torch.equal(part(tokens), theirs.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_with_one_name_for_tied_weights_is_loaded(kind: str) -> None:
+    part, other = filled(model_of(kind)), filled(model_of(kind), seed=1)
+    weights = {name: parameter.detach() for name, parameter in part.named_parameters()}
+    other.load_state_dict(weights)
+    tokens, _ = draw(torch.Generator().manual_seed(0))
+    assert torch.equal(part(tokens), other(tokens))
+    with pytest.raises(KeyError):
+        other.load_state_dict(dict(list(weights.items())[1:]))
 
 
 def test_problems_of_folders_and_layers_are_named(tmp_path: Path) -> None:

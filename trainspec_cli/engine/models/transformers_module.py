@@ -14,12 +14,13 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.data.huggingface.module_tensors import MODULE as PREFIX
@@ -134,8 +135,7 @@ class TransformersLanguageModel(PublishedModel):
         if positions_BS is not None:
             logits_BSV = self.module(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False).logits
             return logits_BSV
-        with mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda _positions: None):
-            # transformers would read the positions from the device to see whether documents are packed.
+        with _without_packing():
             logits_BSV = self.module(input_ids=tokens_BS, use_cache=False).logits
         return logits_BSV
 
@@ -171,6 +171,20 @@ class TransformersLanguageModel(PublishedModel):
         message = f"{kind} {what}, and this data needs document masks"
         hint = "train on data without document masks (data=jsonl or data=text, data.document_masks=false)"
         raise RecipeError(Problem("unsupported", message, "data.document_masks", hint))
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> TransformersLanguageModel:
+        """Allocate the parameters; torch would separate those that are tied, unless they are sharded."""
+        super().to_empty(device=device, recurse=recurse)
+        if not isinstance(next(self.parameters()), DTensor):
+            self.module.tie_weights()
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load parameters by name, tied ones under one of their names. Raises KeyError if one is missing."""
+        missing = [name for name, _ in self.named_parameters() if name not in state_dict]
+        if strict and missing:
+            raise KeyError(", ".join(missing))
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
 
     def block_modules(self) -> Sequence[nn.Module]:
         return list(self.module.get_submodule(self.blocks_prefix.removeprefix(PREFIX).rstrip(".")))
@@ -221,6 +235,22 @@ class TransformersLanguageModel(PublishedModel):
                         plain._init_weights(one)
             self._with_values = (place, self.seed), module
         return self._with_values[1]
+
+
+@contextmanager
+def _without_packing() -> Iterator[None]:
+    """Keep transformers from looking for packed documents in the positions, which waits for the device."""
+    from transformers import masking_utils  # deferred: takes seconds to load
+
+    def find_nothing(position_ids: Tensor) -> Tensor | None:
+        return None
+
+    find = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = find_nothing
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
 
 
 def positions_in(documents_BS: Tensor) -> Tensor:

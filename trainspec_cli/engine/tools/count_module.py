@@ -248,7 +248,6 @@ def _trace(
     ledger = Ledger()
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         part.to_empty(device=CPU)
-        part.module.tie_weights()
         for parameter in part.parameters():
             parameter.data = parameter.data.to(FORMATS[request.compute])
         tokens = torch.zeros((samples, request.seq_len), dtype=torch.int64)

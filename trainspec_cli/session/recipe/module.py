@@ -51,7 +51,7 @@ def complete_module(data: JsonObject, begins_with: str | None, *, to_run: bool) 
                 seq_len=seq_len if isinstance(seq_len, int) and seq_len > 0 else USUAL_SEQ_LEN,
                 compute="fp32" if precision in ("fp32", "tf32") or (precision == AUTO and on_cpu) else "bf16",
                 lora=LoraSpec() if problems else lora,
-                has_weights=to_run and begins_with is not None and begins_with.startswith("hf:"),
+                has_weights=to_run and begins_with is not None,
                 trust_remote_code=asked.get("trust_remote_code") is True,
             )
         )
