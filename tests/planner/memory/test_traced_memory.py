@@ -37,7 +37,6 @@ RUNS = [
     Run("opt", Layout(dp_shard=2, zero_stage=2), "full"),
     Run("gptj", Layout(dp_replicate=2), "full", compute="bf16"),
     Run("gptj", Layout(dp_shard=2, zero_stage=3), rank=4),
-    Run("bloom", Layout(dp_shard=2, zero_stage=3), "full"),
 ]
 
 
