@@ -1,4 +1,5 @@
-"""Private parts of torch, hydra, omegaconf and typer that the package uses, by name and with the files that use them.
+"""Private parts of torch, hydra, omegaconf, typer and transformers that the package uses, by name and with the files
+that use them.
 
 A new release may rename any of them without notice: the table fails here, by name, and not somewhere in a run. A use
 that is not in the table fails too.
@@ -74,7 +75,9 @@ PARTS: dict[str, str] = {
     "torch._foreach_norm": "engine/optim/optimizer.py",
     "torch._ops.OpOverload._overloadpacket": "engine/tools/trace.py",
     "torch._subclasses.fake_tensor.FakeTensor": "engine/own_code.py",
-    "torch._subclasses.fake_tensor.FakeTensorMode": "engine/tools/kernels.py engine/tools/trace.py",
+    "torch._subclasses.fake_tensor.FakeTensorMode": (
+        "engine/tools/count_module.py engine/tools/kernels.py engine/tools/trace.py"
+    ),
     "torch.autograd._profiler_enabled": "engine/observe/deeper_look.py",
     "torch.distributed.Backend._plugins": "engine/elastic/cross_group.py",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "engine/mesh.py",
@@ -116,6 +119,7 @@ PARTS: dict[str, str] = {
         "wings/emulated/engine/device.py wings/emulated/engine/exchanges.py wings/emulated/engine/host.py"
     ),
     "torch.utils._pytree.tree_map_only": "engine/parallel/expert.py",
+    "transformers.PreTrainedModel._init_weights": "engine/models/transformers_module.py",
 }
 """The name -> the files that use it."""
 MAY_LACK = {

@@ -108,7 +108,7 @@ def test_an_option_may_build_on_others_and_one_of_a_disturbance_may_not() -> Non
 def test_a_group_is_the_section_of_its_name_that_is_nearest_to_the_root() -> None:
     found = {group: [one.__name__ for one in sections_of_group(group)] for group in GROUPS}
     assert (found["optim"], found["slurm"], found["accelerator"]) == (["OptimSpec"], ["SlurmSpec"], ["AcceleratorSpec"])
-    assert found["model"] == ["DecoderModel", "HybridModel", "OwnModel", "ConvModel"]
+    assert found["model"] == ["DecoderModel", "HybridModel", "OwnModel", "TransformersModel", "ConvModel"]
     assert [one.__name__ for one in sections_of_group("optim/schedule")] == ["ScheduleSpec"]
     assert sections_of_group("im") == sections_of_group("nothing") == sections_of_group("lr") == []
 

@@ -261,8 +261,8 @@ def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
         compute = "bf16" if fabric.chip.bf16_tflops else "fp16"
     matmul = compute if spec.precision.matmul == "compute" else spec.precision.matmul
     trainable = 1.0
-    if workload.adapted_decoder(spec.model, spec.lora):
-        trainable = workload.adapter_params(spec.model, spec.lora) / workload.count_params(spec.model)
+    if adapters := workload.adapter_params(spec.model, spec.lora):
+        trainable = adapters / workload.count_params(spec.model)
     return Setup(
         model=spec.model,
         layout=Layout(),

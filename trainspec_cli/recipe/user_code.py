@@ -27,7 +27,7 @@ from typing import Any
 from trainspec_cli.core.errors import Problem, RecipeError, TrainspecError, WorkerError, closest, did_you_mean
 from trainspec_cli.core.node import why_not_trusted
 from trainspec_cli.core.reading.files import exists, expand, read_bytes
-from trainspec_cli.recipe.keys.model import OwnModel
+from trainspec_cli.recipe.keys.model import OwnModel, TransformersModel
 from trainspec_cli.recipe.keys.run import RunSpec
 
 SUFFIX = ".py"
@@ -120,6 +120,8 @@ def describe_code(spec: RunSpec) -> Iterator[str]:
     checked."""
     for extension in user_code_of(spec):
         yield f"{extension.path} runs {find(extension).describe()}"
+    if isinstance(spec.model, TransformersModel) and spec.model.trust_remote_code:
+        yield f"model.trust_remote_code runs the Python files of {spec.model.folder}"
 
 
 # Locating code without running any of it.

@@ -27,10 +27,11 @@ from trainspec_cli.data.huggingface.folder import (
     TOKENIZER_CONFIG,
     read_config,
 )
+from trainspec_cli.data.huggingface.module_tensors import module_adapter_config
 from trainspec_cli.data.huggingface.safetensors import ADAPTER_CONFIG, adapter_config
 from trainspec_cli.data.weights import litgpt_config
 from trainspec_cli.data.weights.naming import other_tensors
-from trainspec_cli.recipe.keys.model import DecoderModel, TextModel
+from trainspec_cli.recipe.keys.model import DecoderModel, TextModel, TransformersModel
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import ExportRequest
 from trainspec_cli.run.folder.accounting import best_checkpoint
@@ -104,13 +105,15 @@ def write_folder(
     plan = read_plan(wanted.run)
     model = plan.spec.model
     config = _config(plan, wanted)
-    assert isinstance(model, TextModel), "write_config rejects other models"
     names: OtherNaming = naming if format_ == "dcp" else format_
-    if format_ != "hf":
-        other_tensors(model, names)
     described = None
-    if format_ == "litgpt" and isinstance(model, DecoderModel):
-        described = litgpt_config.write_config(model, plan.spec.data.seq_len)
+    if format_ != "hf":
+        if not isinstance(model, TextModel):
+            message = f"models of family {model.family} can only be exported for transformers"
+            raise RecipeError(Problem("unsupported", message, "--format", "pass --format hf"))
+        other_tensors(model, names)
+        if format_ == "litgpt" and isinstance(model, DecoderModel):
+            described = litgpt_config.write_config(model, plan.spec.data.seq_len)
     with publishing(output.expanduser().resolve()) as temporary:
         _write_beside(plan, wanted.run, config, temporary)
         if described is not None:
@@ -122,7 +125,11 @@ def write_folder(
 
 
 def _config(plan: Plan, wanted: Export) -> JsonObject:
-    config = write_config(plan.spec.model, plan.spec.data.seq_len, DTYPES[wanted.dtype][1])  # type: ignore[arg-type]
+    dtype = DTYPES[wanted.dtype][1]
+    if isinstance(plan.spec.model, TransformersModel):
+        kept = json.loads(plan.spec.model.config)
+        return {key: value for key, value in kept.items() if key != "torch_dtype"} | {"dtype": dtype}
+    config = write_config(plan.spec.model, plan.spec.data.seq_len, dtype)  # type: ignore[arg-type]
     original = wanted.run.huggingface
     if (original / CONFIG).is_file():
         began = read_config(original)
@@ -186,8 +193,12 @@ def write_adapters(wanted: Export, output: Path) -> str:
         named = plan.spec.init.hub_name
         by_name = named.name if named and named.revision == "main" else None
         above = by_name or str((base or output / BASE).absolute())
-        assert isinstance(plan.spec.model, DecoderModel), "only decoders have adapters"
-        write_json(temporary / ADAPTER_CONFIG, adapter_config(plan.spec.model, plan.spec.lora, above))
+        model = plan.spec.model
+        if isinstance(model, TransformersModel):
+            write_json(temporary / ADAPTER_CONFIG, module_adapter_config(model, plan.spec.lora, above))
+        else:
+            assert isinstance(model, DecoderModel), "other families have no adapters"
+            write_json(temporary / ADAPTER_CONFIG, adapter_config(model, plan.spec.lora, above))
         if plan.spec.lora.is_quantised:
             # The model card states how the base model was quantised.
             lines = ["---", "library_name: peft", f"base_model: {json.dumps(above, allow_nan=False)}", "---", ""]

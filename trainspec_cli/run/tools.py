@@ -102,6 +102,14 @@ COUNT_BLOCK = Tool(
     hint="set model.block_params=NUMBER to skip it",
     timeout_s=600.0,
 )
+COUNT_MODULE = Tool(
+    "count_module",
+    messages.ModuleRequest,
+    messages.ModuleCount,
+    "the count of a transformers module",
+    "count_failed",
+    timeout_s=1800.0,
+)
 TRACE = Tool("trace", messages.TraceRequest, messages.TraceResult, "the trace", "trace_failed")
 EXPORT = Tool("export", messages.ExportRequest, messages.ExportResult, "the export of the weights", "export_failed")
 SPEED = Tool(
@@ -134,6 +142,7 @@ TOOLS: tuple[Tool[Any, Any], ...] = (
     PROBE,
     KERNELS,
     COUNT_BLOCK,
+    COUNT_MODULE,
     TRACE,
     EXPORT,
     SPEED,

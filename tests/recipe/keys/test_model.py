@@ -17,6 +17,8 @@ from trainspec_cli.recipe.keys.model import (
     LatentAttentionSpec,
     Layer,
     OwnModel,
+    TracedPart,
+    TransformersModel,
     loss_chunk_tokens,
 )
 from trainspec_cli.recipe.keys.run import DataSpec, InitSpec, PartSpec
@@ -112,12 +114,15 @@ def test_families_say_what_they_are() -> None:
 
 
 def test_families_refuse_what_the_engine_cannot_do_and_name_modules_that_exist() -> None:
-    families = (LLAMA, HYBRID, OwnModel(2, 8, 16), ConvModel("unet", (8, 8), (4,)))
+    part = TracedPart(("4x4",))
+    module = TransformersModel("{}", 1, 8, 16, "layers", "", (part,), part, 8, 4)
+    families = (LLAMA, HYBRID, OwnModel(2, 8, 16), module, ConvModel("unet", (8, 8), (4,)))
     refused = {model.family: set(model.record.refuses) for model in families}
     assert refused == {
         "decoder": set(),
         "hybrid": {"cp", "lora", "fp8"},
         "own": {"tp", "cp", "lora", "fp8", "muon"},
+        "transformers": {"tp", "cp", "pp", "ep", "nf4", "fp8", "muon", "loss", "kernels"},
         "conv": {"tp", "cp", "pp", "lora", "fp8", "compile", "elastic"},
     }
     assert set().union(*refused.values()) <= {*MESH_AXES, *FEATURES}

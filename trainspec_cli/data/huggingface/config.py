@@ -141,7 +141,9 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in HUB_TYPES:
         reason = f" ({LEFT_OUT[kind]})" if isinstance(kind, str) and kind in LEFT_OUT else ""
-        raise _unsupported(f"{where} has model_type {kind!r}{reason}; supported are {', '.join(MODEL_TYPES)}")
+        message = f"{where} has model_type {kind!r}{reason}; supported are {', '.join(MODEL_TYPES)}"
+        hint = "set model.backend=transformers to train the module of transformers itself"
+        raise RecipeError(Problem("unsupported", message, "init.from", hint))
     name = config.get("_name_or_path")
     named = name if name and isinstance(name, str) else kind
     model: JsonObject = {"family": HUB_TYPES[kind].family, "name": named, "hf_type": kind}

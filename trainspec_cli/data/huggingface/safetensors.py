@@ -278,16 +278,16 @@ def parameters(model: TextModel) -> list[Parameter]:
     names = HUB_TYPES[model_type(model)].names
     hidden = model.hidden_size
     vocab = model.vocab_size
-    found = [_whole("embed.weight", f"{names.embed}.weight", (vocab, hidden))]
+    found = [whole("embed.weight", f"{names.embed}.weight", (vocab, hidden))]
     if model.learned_positions:
         shape = (model.learned_positions, hidden)
-        found.append(_whole("position_embed.weight", f"{names.positions}.weight", shape))
+        found.append(whole("position_embed.weight", f"{names.positions}.weight", shape))
     predicted = 0 if isinstance(model, HybridModel) else model.prediction_layers
     for layer in range(model.num_layers + predicted):
         found += _hybrid_layer(model, layer, names) if isinstance(model, HybridModel) else _layer(model, layer, names)
     found += _norm(model.as_decoder, "norm", names.norm, hidden)
     if not model.tied_embeddings:
-        found.append(_whole("head.weight", f"{names.head}.weight", (vocab, hidden)))
+        found.append(whole("head.weight", f"{names.head}.weight", (vocab, hidden)))
     # Each prediction layer has copies of the embedding and of the head.
     numbers = range(model.num_layers, model.num_layers + predicted)
     copies = {
@@ -337,7 +337,7 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
     named = names.of_layer(model)
     hidden = model.hidden_size
     if layer >= model.num_layers:  # a prediction layer
-        yield _whole(f"{ours}.join.weight", f"{theirs}.eh_proj.weight", (hidden, 2 * hidden))
+        yield whole(f"{ours}.join.weight", f"{theirs}.eh_proj.weight", (hidden, 2 * hidden))
         for name, tensor in {"embed_norm": "enorm", "hidden_norm": "hnorm", "head_norm": "shared_head.norm"}.items():
             yield from _norm(model, f"{ours}.{name}", f"{theirs}.{tensor}", hidden)
     of_attention, of_ffn = model.layer_norms
@@ -375,15 +375,15 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
         yield from matrix("attention.out", hidden, model.num_heads * head, biased=False)
     else:
         for name, shape in _latent_shapes(model, model.mla).items():
-            yield _whole(f"{ours}.attention.{name}.weight", f"{theirs}.{named[f'attention.{name}']}.weight", shape)
+            yield whole(f"{ours}.attention.{name}.weight", f"{theirs}.{named[f'attention.{name}']}.weight", shape)
     if model.attention_bias == "all":
-        yield _whole(f"{ours}.attention_bias", f"{theirs}.{named['attention.out']}.bias", (hidden,))
+        yield whole(f"{ours}.attention_bias", f"{theirs}.{named['attention.out']}.bias", (hidden,))
     if model.qk_norm:
         for name, heads in (("attention.q_norm", model.num_heads), ("attention.k_norm", model.num_kv_heads)):
             size = head * (heads if model.qk_norm_over == "all" else 1)
             yield from _norm(model, f"{ours}.{name}", f"{theirs}.{named[name]}", size)
     if model.attention_sinks:
-        yield _whole(f"{ours}.attention.sinks", f"{theirs}.{named['attention.sinks']}", (model.num_heads,))
+        yield whole(f"{ours}.attention.sinks", f"{theirs}.{named['attention.sinks']}", (model.num_heads,))
     yield from norm("attention_out_norm", of_attention.after)
     yield from norm("ffn_norm", of_ffn.before)
     yield from norm("ffn_out_norm", of_ffn.after)
@@ -394,7 +394,7 @@ def _layer(model: DecoderModel, layer: int, names: Names) -> Iterator[Parameter]
         yield from matrix(f"ffn.{name}", model.ffn_size, hidden, biased=model.mlp_bias)
     yield from matrix("ffn.down", hidden, model.ffn_size, biased=False)
     if model.mlp_bias:
-        yield _whole(f"{ours}.ffn_bias", f"{theirs}.{named['ffn.down']}.bias", (hidden,))
+        yield whole(f"{ours}.ffn_bias", f"{theirs}.{named['ffn.down']}.bias", (hidden,))
 
 
 def _hybrid_layer(model: HybridModel, layer: int, names: Names) -> Iterator[Parameter]:
@@ -403,7 +403,7 @@ def _hybrid_layer(model: HybridModel, layer: int, names: Names) -> Iterator[Para
     ours = f"blocks.{layer}"
     theirs = f"{names.layers}.{layer // names.merged}"
     hidden, query, key = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    yield _whole(f"{ours}.norm.weight", f"{theirs}.{names.layer[f'{kind}_norm']}.weight", (hidden,))
+    yield whole(f"{ours}.norm.weight", f"{theirs}.{names.layer[f'{kind}_norm']}.weight", (hidden,))
     if letter == "M":
         yield from _mamba(model, f"{ours}.mamba", f"{theirs}.{names.layer['mamba']}")
         return
@@ -415,7 +415,7 @@ def _hybrid_layer(model: HybridModel, layer: int, names: Names) -> Iterator[Para
         halves = dict.fromkeys(("gate", "up") if model.gated_mlp else ("up",), (model.ffn_size, hidden))
         shapes = halves | {"down": (hidden, model.ffn_size)}
     for name, shape in shapes.items():
-        yield _whole(f"{ours}.{kind}.{name}.weight", f"{theirs}.{names.layer[f'{kind}.{name}']}.weight", shape)
+        yield whole(f"{ours}.{kind}.{name}.weight", f"{theirs}.{names.layer[f'{kind}.{name}']}.weight", shape)
 
 
 def _mamba(model: HybridModel, ours: str, theirs: str) -> Iterator[Parameter]:
@@ -437,9 +437,9 @@ def _mamba(model: HybridModel, ours: str, theirs: str) -> Iterator[Parameter]:
         yield Parameter(f"{ours}.conv_{name}.bias", shape[:1], (piece,))
         row += sizes[name]
     for name, tensor in {"dt_bias": "dt_bias", "a_log": "A_log", "skip": "D"}.items():
-        yield _whole(f"{ours}.{name}", f"{theirs}.{tensor}", (heads,))
-    yield _whole(f"{ours}.norm", f"{theirs}.norm.weight", (inner,))
-    yield _whole(f"{ours}.out.weight", f"{theirs}.out_proj.weight", (hidden, inner))
+        yield whole(f"{ours}.{name}", f"{theirs}.{tensor}", (heads,))
+    yield whole(f"{ours}.norm", f"{theirs}.norm.weight", (inner,))
+    yield whole(f"{ours}.out.weight", f"{theirs}.out_proj.weight", (hidden, inner))
 
 
 def _latent_shapes(model: DecoderModel, mla: LatentAttentionSpec) -> dict[str, Shape]:
@@ -463,9 +463,9 @@ def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Itera
     hidden, width = model.hidden_size, experts.expert_ffn_size
     rows = range(experts.num_experts)
     up_shape, down_shape = (experts.num_experts, hidden, 2 * width), (experts.num_experts, width, hidden)
-    yield _whole(f"{ours}.router.weight", f"{theirs}.{names.router}.weight", (experts.num_experts, hidden))
+    yield whole(f"{ours}.router.weight", f"{theirs}.{names.router}.weight", (experts.num_experts, hidden))
     if experts.bias:
-        yield _whole(f"{ours}.router.bias", f"{theirs}.{names.router}.bias", (experts.num_experts,))
+        yield whole(f"{ours}.router.bias", f"{theirs}.{names.router}.bias", (experts.num_experts,))
     if experts.has_choice_bias and names.choice_bias:
         tensor = f"{theirs}.{names.choice_bias}"
         piece_of_bias = Piece(tensor, (0,), (experts.num_experts,), leading=names.choice_bias_leading)
@@ -474,23 +474,23 @@ def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Itera
     if len(names.experts) == 2:  # all experts in one tensor
         both, down = names.experts
 
-        def halves_of(tensor: str, *shape: int) -> Iterator[Piece]:
+        def alternating(tensor: str, *shape: int) -> Iterator[Piece]:
             """Gate and linear half, whose columns alternate in the tensor."""
             for number, at in enumerate((0, width)):
                 yield Piece(tensor, (*(0 for _ in shape), at), (*shape, width), lane=(number, 2))
 
         if names.alternating:
-            ups = halves_of(f"{theirs}.{both}", experts.num_experts, hidden)
+            ups = alternating(f"{theirs}.{both}", experts.num_experts, hidden)
             yield Parameter(f"{ours}.experts.up", up_shape, tuple(ups))
-            yield _whole(f"{ours}.experts.down", f"{theirs}.{down}", down_shape)
+            yield whole(f"{ours}.experts.down", f"{theirs}.{down}", down_shape)
         else:
             for name, tensor, stacked in (("up", both, up_shape), ("down", down, down_shape)):
                 stack = Piece(f"{theirs}.{tensor}", (0, 0, 0), stacked, transposed=True, stacked=True)
                 yield Parameter(f"{ours}.experts.{name}", stacked, (stack,))
         if experts.bias:
-            biases = halves_of(f"{theirs}.{both}_bias", experts.num_experts)
+            biases = alternating(f"{theirs}.{both}_bias", experts.num_experts)
             yield Parameter(f"{ours}.experts.up_bias", (up_shape[0], up_shape[2]), tuple(biases))
-            yield _whole(f"{ours}.experts.down_bias", f"{theirs}.{down}_bias", (down_shape[0], hidden))
+            yield whole(f"{ours}.experts.down_bias", f"{theirs}.{down}_bias", (down_shape[0], hidden))
     else:
         gate, up, down = names.experts
 
@@ -505,18 +505,18 @@ def _experts(model: DecoderModel, ours: str, theirs: str, names: Names) -> Itera
         shared = experts.shared_experts * (experts.shared_expert_ffn_size or width)
         for name, tensor in {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}.items():
             matrix = (hidden, shared) if name == "down" else (shared, hidden)
-            yield _whole(f"{ours}.shared.{name}.weight", f"{theirs}.{names.shared}.{tensor}.weight", matrix)
+            yield whole(f"{ours}.shared.{name}.weight", f"{theirs}.{names.shared}.{tensor}.weight", matrix)
     if experts.shared_gate:
-        yield _whole(f"{ours}.shared_gate", f"{theirs}.{names.shared}_gate.weight", (1, hidden))
+        yield whole(f"{ours}.shared_gate", f"{theirs}.{names.shared}_gate.weight", (1, hidden))
 
 
 def _norm(model: DecoderModel, name: str, tensor: str, size: int) -> Iterator[Parameter]:
-    yield _whole(f"{name}.weight", f"{tensor}.weight", (size,))
+    yield whole(f"{name}.weight", f"{tensor}.weight", (size,))
     if model.norm_bias:
-        yield _whole(f"{name}.bias", f"{tensor}.bias", (size,))
+        yield whole(f"{name}.bias", f"{tensor}.bias", (size,))
 
 
-def _whole(name: str, tensor: str, shape: Shape) -> Parameter:
+def whole(name: str, tensor: str, shape: Shape) -> Parameter:
     return Parameter(name, shape, (Piece(tensor, (0,) * len(shape), shape),))
 
 
@@ -527,12 +527,16 @@ def adapters_of(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
         return []
     if owner.rpartition(".")[2] not in lora.targets or len(parameter.shape) != 2:
         return []
-    outputs, inputs = parameter.shape
-    name = f"{_PEFT_PREFIX}{parameter.pieces[0].tensor.removesuffix('.weight')}"
+    return halves_of(owner, parameter.pieces[0].tensor.removesuffix(".weight"), parameter.shape, lora)
+
+
+def halves_of(owner: str, tensor: str, shape: Shape, lora: LoraSpec) -> list[Parameter]:
+    """Return the two factors of an adapter: of the linear layer `owner` in the engine, and `tensor` in the folder."""
+    outputs, inputs = shape
     shapes = {"lora_a": ("lora_A", (lora.rank, inputs)), "lora_b": ("lora_B", (outputs, lora.rank))}
     return [
-        Parameter(f"{owner}.{ours}", shape, (Piece(f"{name}.{theirs}.weight", (0, 0), shape),))
-        for ours, (theirs, shape) in shapes.items()
+        Parameter(f"{owner}.{ours}", size, (Piece(f"{_PEFT_PREFIX}{tensor}.{theirs}.weight", (0, 0), size),))
+        for ours, (theirs, size) in shapes.items()
     ]
 
 
@@ -548,6 +552,10 @@ def adapter_config(model: DecoderModel, lora: LoraSpec, base: str | None) -> Jso
         raise RecipeError(Problem("unsupported", message, "--format", "pass --format hf, which merges the adapters"))
     named = names.of_layer(model)
     targets = [named.get(f"attention.{target}") or named[f"ffn.{target}"] for target in lora.targets]
+    return adapter_settings(lora, base, [target.rpartition(".")[2] for target in targets])
+
+
+def adapter_settings(lora: LoraSpec, base: str | None, targets: Iterable[str]) -> JsonObject:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -555,7 +563,7 @@ def adapter_config(model: DecoderModel, lora: LoraSpec, base: str | None) -> Jso
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": [target.rpartition(".")[2] for target in targets],
+        "target_modules": list(targets),
         "bias": "none",
         "inference_mode": True,
     }

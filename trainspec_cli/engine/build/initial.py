@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.data.huggingface.folder import list_names, open_weights
+from trainspec_cli.data.huggingface.module_tensors import module_parameters, open_module
 from trainspec_cli.data.huggingface.safetensors import PackedTensor, Piece, StoredTensor, parameters
 from trainspec_cli.data.weights.folder import open_other
 from trainspec_cli.data.weights.stored import PartedTensor
@@ -24,7 +25,7 @@ from trainspec_cli.engine.checkpoint.saver import load_weights
 from trainspec_cli.engine.comm.json_collectives import errors_together
 from trainspec_cli.engine.digest import NOT_FINITE, count_not_finite, is_finite
 from trainspec_cli.engine.shares import Share, split_quantised
-from trainspec_cli.recipe.keys.model import DecoderModel, TextModel
+from trainspec_cli.recipe.keys.model import DecoderModel, TextModel, TransformersModel
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.paths import RunDir
 
@@ -41,11 +42,13 @@ def load_initial(plan: Plan, state: TrainState) -> None:
     folder = init.hugging_face or init.other
     with errors_together():
         if folder is not None:
-            assert isinstance(model, TextModel), "other families are rejected before launch"
-            if init.hugging_face is not None:
-                entries: Mapping[str, StoredTensor | PackedTensor | PartedTensor] = open_weights(folder, model)
+            if isinstance(model, TransformersModel):
+                entries: Mapping[str, StoredTensor | PackedTensor | PartedTensor] = open_module(folder, model)
+            elif init.hugging_face is not None:
+                assert isinstance(model, TextModel), "other families are rejected before launch"
+                entries = open_weights(folder, model)
             else:
-                assert isinstance(model, DecoderModel), "hybrid models are rejected before launch"
+                assert isinstance(model, DecoderModel), "other families are rejected before launch"
                 entries = open_other(folder, model)
             load_tensors(folder, entries, model, [*state.shares, *buffer_shares(state.parts)])
         elif init.run is not None:
@@ -65,13 +68,14 @@ def buffer_shares(parts: Sequence[nn.Module]) -> list[Share]:
 def load_tensors(
     folder: Path,
     entries: Mapping[str, StoredTensor | PackedTensor | PartedTensor],
-    model: TextModel,
+    model: TextModel | TransformersModel,
     shares: Sequence[Share],
 ) -> None:
     """Load the weights in `folder`. Files are memory-mapped, so a rank reads only the pages that contain its parts.
     Raises a MachineError that lists the tensors with non-finite values."""
     tensors = MappedTensors(entries)
-    by_name = {parameter.name: parameter.pieces for parameter in parameters(model)}
+    of_model = module_parameters(entries) if isinstance(model, TransformersModel) else parameters(model)
+    by_name = {parameter.name: parameter.pieces for parameter in of_model}
     plain, quantised = split_quantised(shares)
     faults = [fault for share in plain for fault in tensors.fill(share, by_name.get(share.name, ()))]
     for matrix in quantised:  # read the full matrix, and keep this rank's part in 4 bits
@@ -108,7 +112,11 @@ class MappedTensors:
 
     def _box(self, piece: Piece) -> Tensor:
         """Return the piece's tensor with its dims in the parameter's order."""
-        entry = self._entries[piece.tensor]
+        return piece.part_of(self.read(piece.tensor))
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor as it is stored."""
+        entry = self._entries[name]
         if isinstance(entry, PartedTensor):
             # Copy the parts into one tensor. Elements that no part covers become NaN, which is reported.
             dtypes = [DTYPES[part.held.dtype] for part in entry.parts]
@@ -118,11 +126,10 @@ class MappedTensors:
                 numbers = self._numbers(held.file, held.start, held.span_bytes, DTYPES[held.dtype])
                 box = tuple(slice(at, at + size) for at, size in zip(part.start, held.shape, strict=True))
                 tensor[box] = numbers.as_strided(held.shape, held.strides)
-        elif isinstance(entry, PackedTensor):
-            tensor = unpack(*(self._whole(held, torch.uint8) for held in (entry.numbers, entry.exponents)))
-        else:
-            tensor = self._whole(entry, DTYPES[entry.dtype])
-        return piece.part_of(tensor)
+            return tensor
+        if isinstance(entry, PackedTensor):
+            return unpack(*(self._whole(held, torch.uint8) for held in (entry.numbers, entry.exponents)))
+        return self._whole(entry, DTYPES[entry.dtype])
 
     def _whole(self, entry: StoredTensor, dtype: torch.dtype) -> Tensor:
         return self._numbers(entry.file, entry.start, entry.bytes, dtype).view(entry.shape)

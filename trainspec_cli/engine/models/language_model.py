@@ -19,6 +19,7 @@ from trainspec_cli.engine.models.layers import BatchNorm, FeedForward, RMSNorm
 from trainspec_cli.engine.models.lora import QuantisedLinear
 from trainspec_cli.engine.models.mamba2 import Mamba2, init_scan
 from trainspec_cli.recipe.keys.model import OwnModel, TextModel, embeds_at_both_ends
+from trainspec_cli.recipe.keys.training import LoraSpec
 
 INIT_STD = 0.02
 
@@ -36,6 +37,12 @@ class PublishedModel(nn.Module):
     """Number of blocks of this stage, the last ones, that predict further tokens."""
     seed: int = 0
     """The run's seed, for initial values that are generated for several parameters together."""
+    blocks_prefix: str = "blocks."
+    """First part of the names of the blocks' parameters."""
+
+    def adapted(self, leaf: str, spec: LoraSpec) -> bool:
+        """Return whether a linear layer of a block, by the last part of its name, gets an adapter."""
+        return leaf in spec.targets
 
     def block_modules(self) -> Sequence[nn.Module]:
         """Return the modules that are each sharded and recomputed as a unit."""
@@ -76,6 +83,17 @@ class PublishedModel(nn.Module):
 
     def all_of(self, *kinds: type[nn.Module]) -> list[Any]:
         return [module for module in self.modules() if isinstance(module, kinds)]
+
+
+def init_adapter(leaf: str, full: Tensor, generator: torch.Generator) -> bool:
+    """Initialise a half of an adapter, whose product is 0 at first; return whether it is one."""
+    if leaf == "lora_a":
+        # Uniform with variance 1 / 3D for D inputs, as in other LoRA implementations.
+        bound = 1 / math.sqrt(full.shape[1])
+        full.uniform_(-bound, bound, generator=generator)
+    elif leaf == "lora_b":
+        full.zero_()
+    return leaf in ("lora_a", "lora_b")
 
 
 class LanguageModel(PublishedModel):
@@ -204,12 +222,10 @@ class LanguageModel(PublishedModel):
         leaf = name.rpartition(".")[2]
         if ".mamba." in name and init_scan(name.partition(".mamba.")[2], full, generator):
             return
-        if leaf.endswith("bias") or leaf == "lora_b":
+        if init_adapter(leaf, full, generator):
+            return
+        if leaf.endswith("bias"):
             full.zero_()
-        elif leaf == "lora_a":
-            # Uniform with variance 1 / 3D for D inputs, as in other LoRA implementations.
-            bound = 1 / math.sqrt(full.shape[1])
-            full.uniform_(-bound, bound, generator=generator)
         elif full.dim() == 1 and leaf != "sinks":
             full.fill_(1.0)
         else:

@@ -99,7 +99,7 @@ class QuantisedLoraLinear(_Adapted, QuantisedLinear):
         self.adapt(linear, spec)
 
 
-def apply_lora(part: nn.Module, spec: LoraSpec) -> None:
+def apply_lora(part: Any, spec: LoraSpec) -> None:
     """Add an adapter to each matrix of the blocks that is named in `spec`, and quantise all matrices of the blocks if
     `spec.is_quantised` (on meta, in place). Only adapters are trained."""
     if not spec.rank:
@@ -107,9 +107,9 @@ def apply_lora(part: nn.Module, spec: LoraSpec) -> None:
     adapted = QuantisedLoraLinear if spec.is_quantised else LoraLinear
     for name, module in list(part.named_modules()):
         owner, _, leaf = name.rpartition(".")
-        if not isinstance(module, nn.Linear) or not owner.startswith("blocks."):
+        if not isinstance(module, nn.Linear) or not f"{owner}.".startswith(part.blocks_prefix):
             continue
-        if leaf in spec.targets:
+        if part.adapted(leaf, spec):
             setattr(part.get_submodule(owner), leaf, adapted(module, spec))
         elif spec.is_quantised:
             setattr(part.get_submodule(owner), leaf, QuantisedLinear(module))

@@ -169,8 +169,8 @@ def apply_recompute(blocks: Sequence[nn.Module], recompute: Recompute, *, compil
 
 
 def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    def recomputed(*inputs: Any) -> Any:
-        return checkpoint(forward, *inputs, **options)
+    def recomputed(*inputs: Any, **named: Any) -> Any:
+        return checkpoint(forward, *inputs, **named, **options)
 
     return recomputed
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from trainspec_cli.data.huggingface.module_tensors import module_adapters, module_parameters
 from trainspec_cli.data.huggingface.safetensors import (
     ADAPTERS,
     DTYPE_BYTES,
@@ -33,10 +34,11 @@ from trainspec_cli.data.huggingface.safetensors import (
 )
 from trainspec_cli.data.weights.naming import OtherTensor, RowRange, other_tensors
 from trainspec_cli.data.weights.stored import Shape
+from trainspec_cli.engine.build.assemble import build_model
 from trainspec_cli.engine.checkpoint.memory import DTYPES
 from trainspec_cli.engine.checkpoint.saver import read_weights
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.recipe.keys.model import TextModel
+from trainspec_cli.recipe.keys.model import TextModel, TransformersModel
 from trainspec_cli.recipe.keys.run import LITGPT_FILE
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.plan import Plan
@@ -54,7 +56,7 @@ def run(request: ExportRequest) -> ExportResult:
     if request.format != "safetensors":
         return ExportResult(export_other(plan, request))
     if request.what == "adapters":
-        adapters = [half for parameter in _parameters(plan) for half in adapters_of(parameter, plan.spec.lora)]
+        adapters = [half for parameter in _parameters(plan) for half in _adapters(plan, parameter)]
         full = read(plan, Path(request.checkpoint), adapters)
         write_file(Path(request.output) / ADAPTERS, adapters, full, request.dtype)
         return ExportResult(1)
@@ -132,13 +134,17 @@ def _sharing(wanted: Sequence[Parameter]) -> Iterator[list[Parameter]]:
 
 
 def _parameters(plan: Plan) -> list[Parameter]:
+    if isinstance(plan.spec.model, TransformersModel):
+        with torch.device("meta"):
+            module = build_model(plan.spec.model, plan.spec.data.seq_len).module
+        return module_parameters(dict(module.named_parameters()))
     assert isinstance(plan.spec.model, TextModel), "other families are rejected with an error that names them"
     return parameters(plan.spec.model)
 
 
 def read(plan: Plan, checkpoint: Path, wanted: Sequence[Parameter]) -> dict[str, Tensor]:
     """Read full parameters with merged adapters: W + (alpha / R) B A."""
-    halves = {parameter.name: adapters_of(parameter, plan.spec.lora) for parameter in wanted}
+    halves = {parameter.name: _adapters(plan, parameter) for parameter in wanted}
     shapes = {held.name: held.shape for parameter in wanted for held in (parameter, *halves[parameter.name])}
     full = read_weights(checkpoint, shapes)
     for name, adapters in halves.items():
@@ -146,6 +152,13 @@ def read(plan: Plan, checkpoint: Path, wanted: Sequence[Parameter]) -> dict[str,
             a_RD, b_FR = (full.pop(half.name) for half in adapters)
             full[name].addmm_(b_FR, a_RD, alpha=plan.spec.lora.scale)
     return full
+
+
+def _adapters(plan: Plan, parameter: Parameter) -> list[Parameter]:
+    """Return the two factors of a matrix's adapter; nothing if it has none."""
+    if isinstance(plan.spec.model, TransformersModel):
+        return module_adapters(parameter, plan.spec.model, plan.spec.lora)
+    return adapters_of(parameter, plan.spec.lora)
 
 
 def write_file(path: Path, held: Sequence[Parameter], full: Mapping[str, Tensor], dtype: str) -> None:

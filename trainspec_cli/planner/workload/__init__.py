@@ -15,8 +15,15 @@ from importlib import import_module
 from typing import Any, NamedTuple, Protocol, cast
 
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec, loss_chunk_tokens, loss_group_tokens
-from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_SCALE_BLOCK, LoraSpec
+from trainspec_cli.recipe.keys.model import (
+    DecoderModel,
+    ModelSpec,
+    TracedPart,
+    TransformersModel,
+    loss_chunk_tokens,
+    loss_group_tokens,
+)
+from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_SCALE_BLOCK, TARGETS, LoraSpec
 
 
 @dataclass(frozen=True)
@@ -213,7 +220,7 @@ def flops_per_token(model: ModelSpec, seq_len: int, lora: LoraSpec = WHOLE) -> f
     """Return the model FLOPs of forward and backward per token (for images, per sample). Weights frozen by adapters
     have no gradients, so they take 4 FLOPs each instead of 6."""
     whole = _work_of(model).flops_per_token(model, seq_len)
-    if not adapted_decoder(model, lora):
+    if not adapter_params(model, lora):
         return whole
     mixing = mixing_flops_per_token(model, seq_len)
     return 4 / 6 * (whole - mixing) + 6 * adapter_params(model, lora) + mixing
@@ -348,7 +355,17 @@ def adapted_decoder(model: ModelSpec, lora: LoraSpec) -> DecoderModel | None:
     return model if lora.rank and isinstance(model, DecoderModel) else None
 
 
+def traced_adapters(part: TracedPart, lora: LoraSpec) -> Iterator[tuple[int, int]]:
+    """Yield the size (outputs, inputs) of each adapted matrix in a traced block."""
+    for name, rows, columns in part.linear_sizes if lora.rank else ():
+        if lora.targets == TARGETS or name in lora.targets:
+            yield rows, columns
+
+
 def adapter_params(model: ModelSpec, lora: LoraSpec) -> int:
+    if isinstance(model, TransformersModel):
+        sizes = (part.count * sum(sum(size) for size in traced_adapters(part, lora)) for part in model.blocks)
+        return lora.rank * sum(sizes)
     decoder = adapted_decoder(model, lora)
     if decoder is None:
         return 0

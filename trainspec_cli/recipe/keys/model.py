@@ -5,6 +5,7 @@ how to add a family."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -192,7 +193,7 @@ class FamilyRecord:
     """What the engine cannot do with such a model (a layout axis or one of `FEATURES`) -> the reason."""
 
 
-FEATURES = ("lora", "fp8", "compile", "elastic", "muon")
+FEATURES = ("ep", "lora", "nf4", "fp8", "compile", "elastic", "muon", "loss", "kernels")
 
 
 @dataclass(frozen=True)
@@ -579,6 +580,123 @@ class OwnModel:
 
 
 @dataclass(frozen=True)
+class TracedPart:
+    """Blocks of one kind in a model of transformers, or everything outside its blocks, as counted without memory."""
+
+    shapes: tuple[str, ...]
+    """Shape of each parameter, such as `64x32`."""
+    count: PositiveInt = 1
+    """Number of these blocks."""
+    linears: tuple[str, ...] = ()
+    """Name and shape of each linear layer, such as `q_proj 64x32`."""
+    flops_per_token: NonNegativeFloat = 0.0
+    """FLOPs per token in the forward pass."""
+    bytes_: dict[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
+    """Memory of a micro-batch's activations by kind of recomputation (outside the blocks: `before` and `after` them).
+    Six numbers: bytes kept for the backward pass, peak of the forward pass, and peak of the backward pass, each as a
+    fixed number of bytes and a number per sample."""
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Return (rows, elements per row) of each parameter."""
+        sizes = [[int(size) for size in shape.split("x")] for shape in self.shapes]
+        return tuple((first, math.prod(rest)) for first, *rest in sizes)
+
+    @property
+    def params(self) -> int:
+        return sum(rows * row for rows, row in self.matrices)
+
+    def kept_bytes(self, kind: str, samples: float) -> float:
+        return self._at(kind, 0, samples)
+
+    def forward_bytes(self, kind: str, samples: float) -> float:
+        return self._at(kind, 2, samples)
+
+    def backward_bytes(self, kind: str, samples: float) -> float:
+        return self._at(kind, 4, samples)
+
+    def _at(self, kind: str, place: int, samples: float) -> float:
+        fixed, each = self.bytes_[kind][place : place + 2]
+        return fixed + samples * each
+
+    @property
+    def linear_sizes(self) -> tuple[tuple[str, int, int], ...]:
+        """Return (name, outputs, inputs) of each linear layer."""
+        found = (linear.partition(" ") for linear in self.linears)
+        return tuple((name, *(int(size) for size in shape.split("x"))) for name, _, shape in found)  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class TransformersModel:
+    """A causal language model of the transformers package, computed by its own module.
+
+    trainspec fills in all but the folder, the name and the permission to run code: a separate process builds the model
+    without memory, counts it, and traces it."""
+
+    config: str
+    """The content of the model's config.json."""
+    num_layers: PositiveInt
+    """Number of blocks."""
+    hidden_size: PositiveInt
+    """Width of the hidden state between blocks."""
+    vocab_size: PositiveInt
+    """Number of rows of the embedding."""
+    block_list: str
+    """Name of the module's list of blocks, such as `model.layers`."""
+    prefix: str
+    """The first part of the tensors' names, which some folders leave out; empty if there is none."""
+    blocks: tuple[TracedPart, ...]
+    """The kinds of blocks."""
+    outside: TracedPart
+    """Everything outside the blocks."""
+    traced_seq_len: PositiveInt
+    """Number of tokens per sample in the trace."""
+    traced_width: PositiveInt
+    """Number of bytes per value in the trace."""
+    tied_embeddings: bool = False
+    """True if input embedding and output head share one matrix."""
+    folder: str = ""
+    """The folder with the model's config.json and, with `trust_remote_code`, its code."""
+    trust_remote_code: bool = False
+    """Run the Python files in the folder that its config.json names in `auto_map`. They run with your permissions."""
+    backend: Literal["transformers"] = "transformers"
+    """The package whose module is trained."""
+    family: Literal["transformers"] = "transformers"
+    """The name of the model family."""
+    name: str = ""
+    """The model's name in plans and reports."""
+
+    unit: ClassVar[Literal["tokens"]] = "tokens"
+    record: ClassVar[FamilyRecord] = FamilyRecord(
+        work="trainspec_cli.planner.workload.traced",
+        builder="trainspec_cli.engine.models.transformers_module",
+        memory="trainspec_cli.planner.memory.engine.traced",
+        refuses={
+            "tp": "the engine does not know which matrices of a transformers module can be split",
+            "cp": "the attention of a transformers module needs full sequences",
+            "pp": "the engine cannot divide the forward pass of a transformers module",
+            "ep": "the engine cannot spread the experts of a transformers module",
+            "nf4": "the matrices of a transformers module stay in full precision",
+            "fp8": "it is implemented only for the linear layers of decoders",
+            "muon": "the plan does not know the matrices of a transformers module",
+            "loss": "a transformers module computes its logits itself",
+            "kernels": "a transformers module uses the kernels of transformers",
+        },
+    )
+    is_built: ClassVar[bool] = True
+    experts: ClassVar[None] = None
+    learned_positions: ClassVar[int] = 0
+    prediction_layers: ClassVar[int] = 0
+    rotates: ClassVar[bool] = True
+    """Whether documents can be kept apart: the first step finds out (`engine/models/transformers_module.py`)."""
+    scans: ClassVar[bool] = False
+
+    @property
+    def parts(self) -> tuple[TracedPart, ...]:
+        return (*self.blocks, self.outside)
+
+
+@dataclass(frozen=True)
 class ConvModel:
     """Convolutional network: a residual classifier or detector in 2-D, or a U-Net in 2-D or 3-D."""
 
@@ -649,7 +767,7 @@ class ConvModel:
 
 
 TextModel = DecoderModel | HybridModel
-ModelSpec = TextModel | OwnModel | ConvModel
+ModelSpec = TextModel | OwnModel | TransformersModel | ConvModel
 
 
 def derive_head_dim(model: Mapping[str, object]) -> int | None:

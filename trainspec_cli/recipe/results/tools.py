@@ -10,7 +10,8 @@ from typing import Literal
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.recipe.keys.kernels import KernelTrials
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import OwnModel
+from trainspec_cli.recipe.keys.model import OwnModel, TransformersModel
+from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.plan import Plan
 
 Device = Literal["cpu", "cuda"]
@@ -52,6 +53,28 @@ class BlockCount:
     params: int = 0
     problem: Problem | None = None
     """The problem with the block; None if it was counted."""
+
+
+@dataclass(frozen=True)
+class ModuleRequest:
+    """Count and trace a model of transformers, without memory."""
+
+    config: str
+    """The content of config.json."""
+    folder: str
+    seq_len: int
+    compute: Literal["bf16", "fp32"]
+    lora: LoraSpec
+    has_weights: bool
+    """Check that the folder contains the model's weights."""
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class ModuleCount:
+    model: TransformersModel | None = None
+    problems: tuple[Problem, ...] = ()
+    """Problems with the folder; none if the model was counted."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from trainspec_cli.recipe.field_types import AUTO, AutoInt
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.kernels import IN_BLOCKS, KERNELS, TORCH, Backend
 from trainspec_cli.recipe.keys.layout import MESH_AXES
-from trainspec_cli.recipe.keys.model import TextModel
+from trainspec_cli.recipe.keys.model import TextModel, TransformersModel
 from trainspec_cli.recipe.keys.resilience import SitesSpec
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import UNKNOWN, UnknownTouched
@@ -401,6 +401,8 @@ def packages(spec: RunSpec) -> Iterator[Problem]:
         sources |= {f"data.{group}.{name}.source": part.source for name, part in getattr(spec.data, group).items()}
     tables = [(path, source, "pyarrow", "hf") for path, source in sources.items() if source in OF_TABLES]
     scaled = [("precision.matmul", "fp8", "torchao", "float8")] if spec.precision.matmul == "fp8" else []
+    if isinstance(spec.model, TransformersModel):
+        scaled.append(("model.backend", spec.model.backend, "transformers", "transformers"))
     of_wings = [needed for of_wing in parts_for(PACKAGES, spec) for needed in of_wing]
     for path, value, package, extra in (*tracked, *tables, *scaled, *of_wings):
         # Locate them without importing them, because some take seconds to load.
@@ -454,7 +456,7 @@ def backend_is_used(spec: RunSpec, op: str) -> bool:
     model = spec.model
     if op == "adamw":
         return spec.optim.name == "adamw"
-    if model.unit == "samples":
+    if model.unit == "samples" or "kernels" in model.record.refuses:
         return False
     if op == "ssd_scan":
         return model.scans

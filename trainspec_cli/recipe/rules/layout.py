@@ -12,7 +12,14 @@ from typing import Any
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
-from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, TextModel, departs
+from trainspec_cli.recipe.keys.model import (
+    ConvModel,
+    DecoderModel,
+    HybridModel,
+    TextModel,
+    TransformersModel,
+    departs,
+)
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import NF4_BLOCK, ONLY_REHEARSED, TARGETS, FaultSyntaxError, parse_faults
 from trainspec_cli.recipe.records import UNKNOWN
@@ -80,6 +87,8 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
     if spec.precision.matmul == "fp8":
         message = "layers with adapters do not support fp8"
         yield Problem("unsupported", message, "precision.matmul", "set precision.matmul=compute")
+    if isinstance(spec.model, TransformersModel):  # the names of its layers were checked when it was counted
+        return
     unknown = [target for target in spec.lora.targets if target not in TARGETS]
     if unknown or not spec.lora.targets:
         message = f"`lora.targets` is {list(spec.lora.targets)}; allowed are {', '.join(TARGETS)}"
@@ -89,7 +98,11 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
 def quantised_base(spec: RunSpec) -> Iterator[Problem]:
     """Reject 4-bit matrices outside dense layers, and rows that tp does not divide into complete blocks."""
     model = spec.model
-    if not spec.lora.is_quantised or not isinstance(model, DecoderModel):
+    if not spec.lora.is_quantised:
+        return
+    if reason := model.record.refuses.get("nf4"):
+        yield Problem("unsupported", reason, "lora.base", "set lora.base=full")
+    if not isinstance(model, DecoderModel):
         return
     if model.experts is not None or model.mla is not None:
         kind = "routed experts" if model.experts is not None else "latent attention"
@@ -205,7 +218,7 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
     if ep == 1:
         return
     if experts is None:
-        yield _spread_alone("ep", "the model has no experts")
+        yield _spread_alone("ep", spec.model.record.refuses.get("ep", "the model has no experts"))
         return
     if experts.num_experts % ep:
         yield _indivisible("ep", ep, "model.experts.num_experts", experts.num_experts)

@@ -237,6 +237,9 @@ def loss(spec: RunSpec) -> Iterator[Problem]:
     if spec.train.loss and spec.model.unit == "samples":
         message = f"`train.loss` is for text models, but `model.family` is {spec.model.family}"
         yield Problem("unsupported", message, "train.loss", "leave it out")
+    elif spec.train.loss and (reason := spec.model.record.refuses.get("loss")):
+        message = f"`train.loss` is {spec.train.loss}, but {reason}"
+        yield Problem("unsupported", message, "train.loss", "leave it out")
     elif spec.train.loss and backend not in (TORCH, AUTO):
         path = "kernels.linear_cross_entropy"
         message = f"`{path}` is {backend}, a kernel of cross-entropy, but `train.loss` is {spec.train.loss}"

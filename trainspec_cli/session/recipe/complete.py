@@ -16,7 +16,7 @@ from trainspec_cli.core.reading.files import expand
 from trainspec_cli.recipe.compose.compose import NAMES, SECTION, Complete, Completion, given
 from trainspec_cli.recipe.field_types import MISSING
 from trainspec_cli.recipe.keys.model import AUTO_FAMILY, derive_head_dim
-from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.keys.run import HUGGING_FACE, RunSpec
 from trainspec_cli.recipe.records import UnknownTouched, build
 from trainspec_cli.recipe.rules.check import WING_KEYS
 from trainspec_cli.recipe.rules.run import forget_out_of_range
@@ -33,6 +33,13 @@ def complete_model(data: JsonObject, unchosen: frozenset[str], *, to_run: bool =
     `to_run`) for a named model needs no checkpoint."""
     asked = {} if "model" in unchosen else section_of(data, "model")
     begins_with = section_of(data, "init").get("from")
+    wants_module = "transformers" in (section_of(data, "model").get("backend"), asked.get("family"))
+    if wants_module and (
+        begins_with is None or (isinstance(begins_with, str) and begins_with.startswith(HUGGING_FACE))
+    ):
+        from trainspec_cli.session.recipe.module import complete_module  # deferred: starts processes
+
+        return complete_module(data, begins_with, to_run=to_run)
     if begins_with == MISSING:
         is_named = asked.get("family", AUTO_FAMILY) != AUTO_FAMILY
         if is_named and not to_run:

@@ -14,7 +14,7 @@ from trainspec_cli.data.huggingface.config import differences, read_model
 from trainspec_cli.data.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
 from trainspec_cli.data.weights.folder import config_file, open_other, read_other_model
 from trainspec_cli.recipe.compose.compose import Completion
-from trainspec_cli.recipe.keys.model import AUTO_FAMILY, DecoderModel, ModelSpec, TextModel
+from trainspec_cli.recipe.keys.model import AUTO_FAMILY, DecoderModel, ModelSpec, TextModel, TransformersModel
 from trainspec_cli.recipe.keys.run import HUGGING_FACE, SAMPLE_SOURCES, InitSpec, RunSpec
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.records import build, choose_section, to_plain
@@ -30,7 +30,7 @@ def complete_from(begins_with: str, data: JsonObject, model: JsonObject, *, unch
     is_auto = model.get("family") == AUTO_FAMILY
     is_open = is_auto or unchosen
     if not is_open and (folder := InitSpec(begins_with).other) and not exists(config_file(folder)):
-        return Completion(_tokenizer(data, _if_there(folder / TOKENIZER)), begins_with)
+        return Completion(tokenizer_values(data, _if_there(folder / TOKENIZER)), begins_with)
     try:
         found, source, tokenizer = _read(InitSpec(begins_with))
     except TrainspecError as error:
@@ -62,7 +62,7 @@ def complete_from(begins_with: str, data: JsonObject, model: JsonObject, *, unch
             for key, (ours, its) in differing.items()
         ]
     return Completion(
-        values=found_model | _tokenizer(data, tokenizer),
+        values=found_model | tokenizer_values(data, tokenizer),
         source=source,
         replaced=frozenset({"model"}) if unchosen else frozenset(),
         problems=tuple(contradictions),
@@ -105,6 +105,8 @@ def check_initial(spec: RunSpec) -> Iterable[Problem]:
     """Return the problems of a checkpoint in `init.from` that does not contain the model's weights."""
     try:
         if (folder := spec.init.hugging_face) is not None:
+            if isinstance(spec.model, TransformersModel):  # checked when it was described
+                return []
             if not isinstance(spec.model, TextModel):
                 raise RecipeError(
                     Problem("unsupported", "models from Hugging Face folders must be text models", "init.from")
@@ -143,7 +145,7 @@ def _build(section: JsonObject) -> ModelSpec | None:
     return None if problems else model
 
 
-def _tokenizer(data: JsonObject, found: Path | None) -> JsonObject:
+def tokenizer_values(data: JsonObject, found: Path | None) -> JsonObject:
     """Return the checkpoint's tokenizer for a recipe without one, because the weights were trained on its ids. Token
     folders already have a tokenizer, but they lack the chat template needed for validation on conversations."""
     reads = section_of(data, "data")

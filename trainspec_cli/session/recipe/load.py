@@ -17,7 +17,7 @@ from trainspec_cli.recipe.compose.folders import COMMAND_LINE, DISTURB, RECIPE
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.model import DecoderModel, OwnModel
-from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.keys.run import HUGGING_FACE, RunSpec
 from trainspec_cli.recipe.records import UNKNOWN, UnknownTouched, build
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import apply, check, check_engine, check_machine, close_axes, parts_for
@@ -141,6 +141,7 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
         complete_warmup,
     )  # deferred, too
 
+    arguments = _with_folder(arguments)
     aside = () if to_run else OF_PLANNING
     completes: list[Complete] = [*absolute_code(cwd), partial(complete_model, to_run=to_run)]
     completes += [complete_head_dim, complete_steps, complete_warmup]
@@ -166,6 +167,15 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     ]
     new = [problem for problem in problems if not follows(problem, composed)]
     return Examined(draft, composed, sorted([*known, *new], key=_place))
+
+
+def _with_folder(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with `model=hf:FOLDER` written out: the model and the weights of that folder."""
+    named = [argument for argument in arguments if argument.startswith(f"model={HUGGING_FACE}")]
+    written = ["model=auto" if argument in named else argument for argument in arguments]
+    if named and not any(argument.startswith("init.from=") for argument in arguments):
+        written.append(f"init.from={named[-1].removeprefix('model=')}")
+    return written
 
 
 def _accelerator_is_used(arguments: Sequence[str], spec: RunSpec) -> Iterator[Problem]:
