@@ -158,6 +158,7 @@ def test_the_config_of_adapters() -> None:
         "lora_alpha": 7.0,
         "lora_dropout": 0.0,
         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "target_parameters": None,
         "bias": "none",
         "inference_mode": True,
     }

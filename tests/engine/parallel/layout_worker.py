@@ -67,6 +67,23 @@ CASES = {
 ADAPTED = {"zero 2", "interleaved", "plain tensor"}
 """Trained by adapters, each in addition to the whole weights."""
 
+IN_EXPERTS = LoraSpec(rank=8, targets=("q", "down", "experts.up", "experts.down"))
+FEW_IN_EXPERTS = LoraSpec(rank=8, targets=("q", "experts.down"))
+ATTENTION_ALONE = LoraSpec(rank=4, targets=("q",), base="nf4")
+ADAPTED_EXPERTS = {
+    "spread": (Case("moe", Layout(dp_shard=2, ep=2), micro_batch_size=2), IN_EXPERTS),
+    "of latent attention": (Case("latent", Layout(dp_shard=2, ep=2), micro_batch_size=2), FEW_IN_EXPERTS),
+    "sharded": (Case("windowed", Layout(dp_shard=2), micro_batch_size=2, recompute="selective"), IN_EXPERTS),
+    "zero 1": (Case("moe", Layout(dp_shard=2, zero_stage=1), micro_batch_size=2), FEW_IN_EXPERTS),
+    "of tensors": (Case("moe", Layout(tp=2), micro_batch_size=8), IN_EXPERTS),
+    "pipelined": (Case("moe", Layout(pp=2), micro_batch_size=2), IN_EXPERTS),
+    "4 bits, spread": (Case("moe", Layout(dp_shard=2, ep=2), micro_batch_size=2), replace(IN_EXPERTS, base="nf4")),
+    "4 bits, frozen": (Case("moe", Layout(dp_shard=2, ep=2), micro_batch_size=2), ATTENTION_ALONE),
+    "4 bits, sharded": (Case("windowed", Layout(dp_shard=2), micro_batch_size=2), replace(IN_EXPERTS, base="nf4")),
+    "groups": (Case("moe", Layout(dp_shard=4, ep=2), micro_batch_size=2), IN_EXPERTS),
+}
+"""Routed experts with adapters, with 4-bit matrices, or both, and their layouts."""
+
 UNEVEN = {
     "uneven zero 3": (Case("dense", Layout(dp_shard=2), micro_batch_size=2), (3.0, 1.0)),
     "uneven zero 1": (Case("windowed", Layout(dp_shard=2, zero_stage=1), micro_batch_size=3), (0.4, 0.6)),
@@ -117,7 +134,7 @@ NOISY = {
     *("zero 2", "zero 1", "uneven zero 3", "uneven replicas", "empty zero 3"),
     *("ring", "ulysses", "plain tensor", "tensor of a hybrid", "tensor of latent attention", "interleaved"),
     *("zero bubble", "tied pipeline", "tied split", "adapters, plain tensor"),
-    *("experts", "uneven experts", "empty experts", "uneven replicas of experts"),
+    *("experts", "uneven experts", "empty experts", "uneven replicas of experts", "adapters of experts, groups"),
 }
 """The noise of their gradients is judged: exchanged after every backward, or once; summed over shards, or replicas; of
 parts that ranks of cp, tp and pp compute together, and of experts that data-parallel ranks train together."""
@@ -240,6 +257,7 @@ def noise_alone(run: Run) -> list[float]:
 def runs() -> dict[str, Run]:
     whole = {name: Run(case) for name, case in CASES.items()}
     adapted = {f"adapters, {name}": Run(CASES[name], LoraSpec(rank=4)) for name in CASES if name in ADAPTED}
+    adapted |= {f"adapters of experts, {name}": Run(*run) for name, run in ADAPTED_EXPERTS.items()}
     divided = {name: Run(case, weights=weights) for name, (case, weights) in (UNEVEN | OF_FOUR).items()}
     compressed = {name: Run(case, weights=(3.0, 1.0), comm=comm) for name, (case, comm) in COMPRESSED.items()}
     return whole | adapted | divided | compressed

@@ -165,6 +165,7 @@ CONV_RUNS = (
 )
 LORA, FEW = LoraSpec(rank=16), LoraSpec(rank=8, targets=("q", "v"))
 NF4, FEW_NF4 = replace(LORA, base="nf4"), replace(FEW, base="nf4")
+IN_EXPERTS = LoraSpec(rank=16, targets=("q", "v", "experts.up", "experts.down"))
 ADAPTER_RUNS = (
     Run("llama_tiny", {}, samples=8, seq_len=256, lora=FEW, micro_batches=2),
     Run("qwen3_0_6b", fsdp(2), samples=4, seq_len=2048, lora=FEW, micro_batches=2),
@@ -175,6 +176,11 @@ ADAPTER_RUNS = (
     Run("llama3_8b", {"pp": 2, "dp_shard": 2}, micro_batches=4, lora=LORA),
     Run("llama3_70b", fsdp(8), lora=LORA),
     Run("mixtral_8x7b", fsdp(8, ep=8), samples=2, changes={"num_layers": 8}, lora=LORA),
+    Run("mixtral_8x7b", fsdp(8, ep=8), samples=2, changes={"num_layers": 2}, lora=IN_EXPERTS),
+    Run("mixtral_8x7b", fsdp(8), changes={"num_layers": 2}, lora=replace(IN_EXPERTS, base="nf4")),
+    Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, recompute="selective", lora=replace(IN_EXPERTS, base="nf4")),
+    Run("mixtral_8x7b", fsdp(8, ep=4), changes={"num_layers": 2}, recompute="full", lora=NF4),
+    Run("moe_tiny", fsdp(2, tp=2), samples=8, seq_len=512, lora=IN_EXPERTS),
     Run("qwen3_0_6b", fsdp(2, tp=2), samples=4, seq_len=2048, recompute="selective", lora=FEW_NF4),
     Run("llama3_70b", {"pp": 2, "dp_shard": 2}, micro_batches=4, recompute="full", lora=NF4),
 )

@@ -391,8 +391,7 @@ def load_weights(folder: Path, held: Held) -> None:
 def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Return full parameters by name, dequantised and in fp32. This process reads them without any communication."""
     manifest = read_manifest(folder)
-    weights = (name for name in shapes if name.endswith(".weight"))
-    quantised = {name for name in weights if f"{PREFIX}{names_of(name)[0]}" in manifest.tensors}
+    quantised = {name for name in shapes if f"{PREFIX}{names_of(name)[0]}" in manifest.tensors}
     tensors = {name: torch.empty(shape) for name, shape in shapes.items() if name not in quantised}
     parts = [TensorPart.whole(f"{PREFIX}{name}", tensor) for name, tensor in tensors.items()]
     fill_parts(folder, manifest, parts)

@@ -16,7 +16,7 @@ from trainspec_cli.engine.models.attention import Attention, MultiHeadLatentAtte
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
 from trainspec_cli.engine.models.experts import MixtureOfExperts, Router
 from trainspec_cli.engine.models.layers import BatchNorm, FeedForward, RMSNorm
-from trainspec_cli.engine.models.lora import QuantisedLinear
+from trainspec_cli.engine.models.lora import QuantisedWeight
 from trainspec_cli.engine.models.mamba2 import Mamba2, init_scan
 from trainspec_cli.recipe.keys.model import OwnModel, TextModel
 
@@ -107,6 +107,9 @@ class LanguageModel(PublishedModel):
         "blocks.*.ffn.shared.gate.weight": 0,
         "blocks.*.ffn.shared.up.weight": 0,
         "blocks.*.ffn.shared.down.weight": 1,
+        "blocks.*.ffn.shared.gate.nf4_[cm]*": 0,
+        "blocks.*.ffn.shared.up.nf4_[cm]*": 0,
+        "blocks.*.ffn.shared.down.nf4_[cm]*": 1,
         "blocks.*.attention.[qkv].nf4_[cm]*": 0,
         "blocks.*.attention.kv.nf4_[cm]*": 0,
         "blocks.*.attention.out.nf4_[cm]*": 1,
@@ -185,10 +188,10 @@ class LanguageModel(PublishedModel):
         leaf = name.rpartition(".")[2]
         if ".mamba." in name and init_scan(name.partition(".mamba.")[2], full, generator):
             return
-        if leaf.endswith("bias") or leaf == "lora_b":
+        if leaf.endswith(("bias", "lora_b")):
             full.zero_()
-        elif leaf == "lora_a":
-            # Uniform with variance 1 / 3D for D inputs, as in other LoRA implementations.
+        elif leaf.endswith("lora_a"):
+            # Uniform with variance 1 / 3D for D inputs, as in other LoRA implementations. Experts' are (E, D, R).
             bound = 1 / math.sqrt(full.shape[1])
             full.uniform_(-bound, bound, generator=generator)
         elif full.dim() == 1 and leaf != "sinks":
@@ -198,5 +201,5 @@ class LanguageModel(PublishedModel):
             full.normal_(0.0, self.residual_std if into_residual else INIT_STD, generator=generator)
 
     def init_buffers(self) -> None:
-        for module in self.all_of(Router, QuantisedLinear):
+        for module in self.all_of(Router, QuantisedWeight):
             module.init_buffers()

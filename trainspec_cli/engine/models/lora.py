@@ -1,24 +1,28 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685), which are trained while the matrices are frozen. The matrices may be
 stored in 4 bits (QLoRA, arXiv:2305.14314) and are then dequantised for each matmul.
 
-Shapes: W (F, D), and its adapter's A (R, D) and B (F, R).
+Shapes: W (F, D), and its adapter's A (R, D) and B (F, R). Of E experts, on M rows: W (E, D, F), A (E, D, R) and B
+(E, R, F).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainspec_cli.engine.models.experts import Experts
 from trainspec_cli.engine.nf4 import Nf4, Place, dequantise, magnitude_table, pair_table, shapes_of
 from trainspec_cli.engine.shares import TENSORS, Cut
 from trainspec_cli.recipe.keys.training import LoraSpec
 
 
-class QuantisedLinear(nn.Module):
-    """Computes W x + b with W stored in NF4. The tensors of W are buffers, which FSDP2 neither shards nor casts."""
+class QuantisedWeight(nn.Module):
+    """A matrix, or a stack of matrices (those of experts), stored in NF4. Its tensors are buffers, which FSDP2 neither
+    shards nor casts."""
 
     nf4_codes: Tensor
     nf4_magnitudes: Tensor
@@ -26,14 +30,12 @@ class QuantisedLinear(nn.Module):
     nf4_pairs: Tensor
     nf4_levels: Tensor
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, *shape: int):
         super().__init__()
-        held = shapes_of(linear.out_features, linear.in_features)
-        self.bias = linear.bias
         tables = (torch.empty(256, 2, device="meta"), torch.empty(256, device="meta"))
         # These buffers are not persistent, because a checkpoint stores them as shares (`shares.quantised_parameters`),
         # without the tables.
-        for name, tensor in zip((*TENSORS, "nf4_pairs", "nf4_levels"), (*held, *tables), strict=True):
+        for name, tensor in zip((*TENSORS, "nf4_pairs", "nf4_levels"), (*shapes_of(*shape), *tables), strict=True):
             self.register_buffer(name, tensor, persistent=False)
         self._place = Place()
 
@@ -43,13 +45,25 @@ class QuantisedLinear(nn.Module):
 
     def place(self, cut: Cut) -> None:
         """Record how the magnitudes and weights are split over ranks."""
-        columns = cut.full_size if cut.dim == 1 else self.nf4_magnitudes.shape[1]
-        row, column = (cut.start, 0) if cut.dim == 0 else (0, cut.start)
+        *inner, blocks = self.nf4_magnitudes.shape[1:]
+        columns = cut.full_size if cut.dim == 1 else blocks
+        row, column = (cut.start * math.prod(inner), 0) if cut.dim == 0 else (0, cut.start)
         self._place = Place(row, column, columns)
 
+    def held(self) -> tuple[Place, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return what `_weight` needs."""
+        return self._place, self.nf4_codes, self.nf4_magnitudes, self.nf4_scales, self.nf4_pairs, self.nf4_levels
+
+
+class QuantisedLinear(QuantisedWeight):
+    """Computes W x + b with W stored in NF4."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear.out_features, linear.in_features)
+        self.bias = linear.bias
+
     def forward(self, x: Tensor) -> Tensor:
-        held = self.nf4_codes, self.nf4_magnitudes, self.nf4_scales, self.nf4_pairs, self.nf4_levels
-        product: Tensor = _FrozenProduct.apply(x, self.bias, self._place, *held)
+        product: Tensor = _FrozenProduct.apply(x, self.bias, *self.held())
         return product
 
 
@@ -67,6 +81,26 @@ class _FrozenProduct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return dout @ _weight(ctx.saved_tensors, ctx.place, ctx.dtype), *(None,) * 7
+
+
+class _FrozenGroupedProduct(torch.autograd.Function):
+    """The same for rows that are sorted by expert. `multiply` is the grouped matmul."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, multiply: Any, counts_E: Tensor, place: Place, *held: Tensor) -> Tensor:
+        ctx.save_for_backward(counts_E, *held)
+        ctx.multiply = multiply
+        ctx.place = place
+        ctx.dtype = x_MD.dtype
+        product: Tensor = multiply(x_MD, _weight(held, place, x_MD.dtype), counts_E)
+        return product
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout_MF: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        counts_E, *held = ctx.saved_tensors
+        weight_EDF = _weight(tuple(held), ctx.place, ctx.dtype)
+        return ctx.multiply(dout_MF, weight_EDF.transpose(1, 2), counts_E), *(None,) * 8
 
 
 def _weight(held: tuple[Tensor, ...], place: Place, dtype: torch.dtype) -> Tensor:
@@ -99,6 +133,37 @@ class QuantisedLoraLinear(_Adapted, QuantisedLinear):
         self.adapt(linear, spec)
 
 
+class AdaptedExperts(Experts):
+    """Routed experts with an adapter for each expert's matrix, or with matrices in NF4, or both. A quantised matrix is
+    a module instead of a parameter."""
+
+    def __init__(self, experts: Experts, spec: LoraSpec):
+        super().__init__(experts.model)
+        self.lora_scale = spec.scale
+        for matrix in ("up", "down"):
+            weight_EDF = getattr(self, matrix)
+            num_experts, inputs, outputs = weight_EDF.shape
+            if spec.is_quantised:
+                delattr(self, matrix)
+                setattr(self, matrix, QuantisedWeight(*weight_EDF.shape))
+            if f"experts.{matrix}" in spec.targets:
+                shapes = {"a": (num_experts, inputs, spec.rank), "b": (num_experts, spec.rank, outputs)}
+                for half, shape in shapes.items():
+                    setattr(self, f"{matrix}_lora_{half}", nn.Parameter(torch.empty(shape, device="meta")))
+
+    def multiply(self, x_MD: Tensor, matrix: str, counts_E: Tensor) -> Tensor:
+        weight = getattr(self, matrix)
+        if isinstance(weight, QuantisedWeight):
+            y_MF: Tensor = _FrozenGroupedProduct.apply(x_MD, self.grouped_matmul, counts_E, *weight.held())
+        else:
+            y_MF = self.grouped_matmul(x_MD, weight, counts_E)
+        if not hasattr(self, f"{matrix}_lora_a"):
+            return y_MF
+        a_EDR, b_ERF = (getattr(self, f"{matrix}_lora_{half}") for half in "ab")
+        narrow_MR = self.grouped_matmul(x_MD, a_EDR, counts_E)
+        return y_MF + self.grouped_matmul(narrow_MR, b_ERF, counts_E) * self.lora_scale
+
+
 def apply_lora(part: nn.Module, spec: LoraSpec) -> None:
     """Add an adapter to each matrix of the blocks that is named in `spec`, and quantise all matrices of the blocks if
     `spec.is_quantised` (on meta, in place). Only adapters are trained."""
@@ -107,11 +172,16 @@ def apply_lora(part: nn.Module, spec: LoraSpec) -> None:
     adapted = QuantisedLoraLinear if spec.is_quantised else LoraLinear
     for name, module in list(part.named_modules()):
         owner, _, leaf = name.rpartition(".")
-        if not isinstance(module, nn.Linear) or not owner.startswith("blocks."):
+        if not owner.startswith("blocks."):
             continue
-        if leaf in spec.targets:
-            setattr(part.get_submodule(owner), leaf, adapted(module, spec))
-        elif spec.is_quantised:
-            setattr(part.get_submodule(owner), leaf, QuantisedLinear(module))
+        replaced: nn.Module | None = None
+        if isinstance(module, Experts):
+            replaced = AdaptedExperts(module, spec)
+        elif isinstance(module, nn.Linear) and leaf in spec.targets:
+            replaced = adapted(module, spec)
+        elif isinstance(module, nn.Linear) and spec.is_quantised:
+            replaced = QuantisedLinear(module)
+        if replaced is not None:
+            setattr(part.get_submodule(owner), leaf, replaced)
     for name, parameter in part.named_parameters():
         parameter.requires_grad_(name.endswith(("lora_a", "lora_b")))

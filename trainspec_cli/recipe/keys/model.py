@@ -136,6 +136,11 @@ class ExpertSpec:
     """An expert accepts at most this many times its even share of each sequence's tokens, those with the highest
     weights first, and drops the rest. null: it accepts all tokens (dropless)."""
 
+    @property
+    def shared_width(self) -> int:
+        """Return the total width of the shared experts."""
+        return self.shared_experts * (self.shared_expert_ffn_size or self.expert_ffn_size)
+
 
 class LayerNorms(NamedTuple):
     """Which norms a part of a layer has."""

@@ -259,6 +259,10 @@ NF4_CHUNK = 2**24
 """Number of weights that are dequantised at a time; this limits the memory that fp32 values take."""
 TARGETS = ("q", "k", "v", "out", "gate", "up", "down")
 """The matrices of attention and feed-forward, by their names in the engine."""
+EXPERT_TARGETS = ("experts.up", "experts.down")
+"""The matrices of routed experts; the first contains those of the gate."""
+GROUPED_ROWS = 8
+"""Grouped matmuls need rows of whole 16 bytes, so experts' adapters need a rank that is a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +272,9 @@ class LoraSpec:
     alpha: PositiveFloat = 16.0
     """The output of the adapters is scaled by alpha / rank."""
     targets: tuple[str, ...] = TARGETS
-    """The matrices of each block that get an adapter; routed experts do not get one."""
+    """The matrices of each block that get an adapter: `q k v out gate up down`, and those of routed experts,
+    `experts.up` (with the gate) and `experts.down`, one adapter for each expert. These need a rank that is a multiple
+    of 8."""
     base: Literal["full", "nf4"] = "full"
     """How the frozen matrices of the blocks are stored: unquantised, or in 4-bit NormalFloat (QLoRA), with 4.127 bits
     per weight and a copy on each data-parallel rank. Embedding, head and norms are never quantised."""
@@ -281,6 +287,11 @@ class LoraSpec:
     def is_quantised(self) -> bool:
         """Return whether the frozen matrices of the blocks are stored in 4 bits."""
         return self.rank > 0 and self.base == "nf4"
+
+    @property
+    def expert_targets(self) -> tuple[str, ...]:
+        """Return the targets that are matrices of routed experts."""
+        return tuple(target for target in self.targets if target in EXPERT_TARGETS)
 
 
 # The formats in which data-parallel ranks exchange data.

@@ -495,7 +495,7 @@ def mixture(tape: Tape, x: Value, shape: Shape) -> Value:
 
 def shared_experts(tape: Tape, x: Value, shape: Shape) -> Value:
     spec = shape.experts
-    return feed_forward_of(tape, x, shape, spec.shared_experts * (spec.shared_expert_ffn_size or spec.expert_ffn_size))
+    return feed_forward_of(tape, x, shape, spec.shared_width)
 
 
 # Router
@@ -634,17 +634,29 @@ def products(tape: Tape, x: Value, shape: Shape) -> Value:
     expert = tape.new(rows if spec.bias else 0.0, INDEX)
     tape.move(*spec.bias * BIAS_KERNELS)
     x = without_dropped(tape, x, shape)
-    inner = grouped(tape, x, halves * spec.expert_ffn_size, rows, held)
+    inner = grouped(tape, x, shape, "experts.up", halves * spec.expert_ffn_size, rows, held)
     inner = add_bias(tape, inner, expert, shape)
     inner = activated(tape, inner, shape)
-    y = grouped(tape, inner, shape.hidden, rows, held)
+    y = grouped(tape, inner, shape, "experts.down", shape.hidden, rows, held)
     y = add_bias(tape, y, expert, shape)
     return without_dropped(tape, y, shape)
 
 
-def grouped(tape: Tape, x: Value, width: int, rows: float, experts: float) -> Value:
-    weight = tape.leaf(experts * width * x.elements / rows)
-    return tape.apply((x, weight), rows * width, saved=(x if weight.node else weight,), costly=True)
+def grouped(tape: Tape, x: Value, shape: Shape, name: str, width: int, rows: float, experts: float) -> Value:
+    """Record a multiplication of each row by its expert's matrix, including the adapters if there are any."""
+    inputs, rank = x.elements / rows, shape.lora.rank
+
+    def multiply(x: Value, weight: Value, width: int) -> Value:
+        return tape.apply((x, weight), rows * width, saved=(x if weight.node else weight,), costly=True)
+
+    if shape.lora.is_quantised:
+        y = tape.dequantised_linear(x, experts * width * inputs, rows * width)
+    else:
+        y = multiply(x, tape.leaf(experts * width * inputs), width)
+    if not rank or name not in shape.lora.targets:
+        return y
+    narrow = multiply(x, tape.leaf(experts * inputs * rank, frozen=False), rank)
+    return tape.add(y, tape.copy(multiply(narrow, tape.leaf(experts * rank * width, frozen=False), width)))
 
 
 def add_bias(tape: Tape, y: Value, expert: Value, shape: Shape) -> Value:

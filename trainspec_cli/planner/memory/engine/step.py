@@ -439,9 +439,9 @@ class _Replay:
         model, layout, lora = self.model, self.layout, self.given.lora
         profile = profile_block(shape_of(self.given, model, layer), self.given.recompute, self.split)
         spread = layout.ep > 1 and "experts" in layer.mixers
-        experts = freeze(experts_unit(model, layout), lora) if spread else None
-        own, whole = block_unit(model, layer, layout, lora), freeze(whole_experts(model, layer, layout), lora)
-        return lambda: _Block(profile, Sharded(own), Sharded(experts) if experts else None, whole)
+        experts = experts_unit(model, layout, lora) if spread else None
+        own, whole = block_unit(model, layer, layout, lora), whole_experts(model, layer, layout, lora)
+        return lambda: _Block(profile, Sharded(own), Sharded(experts) if experts and experts.matrices else None, whole)
 
     def run(self) -> PeakMemory:
         self._hold_state()

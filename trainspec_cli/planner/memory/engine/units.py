@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trainspec_cli.planner.workload import adapted_decoder, adapted_matrices
+from trainspec_cli.planner.workload import Stack, adapted_decoder, adapted_matrices, expert_stacks, quantised_matrices
 from trainspec_cli.planner.workload import quantised_bytes as quantised_bytes_of
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import (
@@ -66,19 +66,27 @@ class Unit:
 
 
 def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -> Unit:
-    early, shards = whole_experts(model, layer, layout).full, layout.shards
-    matrices = tuple(block_matrices(model, layer, layout))
+    """Return the parameters of a block. All 4-bit matrices of the layer belong to this unit, including those of experts
+    that are spread over ranks."""
+    whole, shards = whole_experts(model, layer, layout, lora), layout.shards
+    matrices = [*block_matrices(model, layer, layout), *whole.matrices]
     decoder = adapted_decoder(model, lora)
     if decoder is None:
-        return Unit(matrices, shards, early=early)
-    sizes = adapted_matrices(decoder, "experts" in layer.mixers, lora, layout.tp)
+        return Unit(tuple(matrices), shards, early=whole.full)
+    has_experts = "experts" in layer.mixers
+    sizes = adapted_matrices(decoder, has_experts, lora, layout.tp)
+    adapters = [half for rows, columns in sizes for half in ((lora.rank, columns), (rows, lora.rank))]
     quantised_bytes = 0.0
     if lora.is_quantised:
-        held = [matrix for matrix in matrices if matrix[1] > 1]
-        quantised_bytes = sum(quantised_bytes_of(*matrix, layout.tp) + NF4_TABLES_BYTES for matrix in held)
-        matrices = tuple(matrix for matrix in matrices if matrix[1] == 1)
-    adapters = tuple(half for rows, columns in sizes for half in ((lora.rank, columns), (rows, lora.rank)))
-    return Unit(matrices + adapters, shards, adapters=adapters, quantised_bytes=quantised_bytes)
+        held = quantised_matrices(decoder, has_experts, layout.tp)
+        for matrix in held:
+            matrices.remove(matrix)
+        stacks = expert_stacks(decoder, has_experts, layout.ep).values()
+        parts = [(rows, columns, layout.tp) for rows, columns in held]
+        parts += [(experts * rows, columns, layout.ep) for experts, rows, columns in stacks]
+        quantised_bytes = sum(quantised_bytes_of(*part) + NF4_TABLES_BYTES for part in parts)
+    trained = (*adapters, *(whole.adapters or ()))
+    return Unit((*matrices, *adapters), shards, adapters=trained, quantised_bytes=quantised_bytes)
 
 
 def freeze(unit: Unit, lora: LoraSpec) -> Unit:
@@ -149,46 +157,65 @@ def _feed_forward(model: DecoderModel, tp: int) -> Iterator[Matrix]:
 
 
 def _mixture(model: DecoderModel, layout: Layout) -> Iterator[Matrix]:
-    """Yield the matrices of a mixture of experts in a block's unit. Experts that are spread over ranks form a separate
-    unit."""
+    """Yield the matrices of a mixture of experts in a block's unit, except for the routed experts."""
     spec, hidden = model.experts, model.hidden_size
     assert spec is not None
     yield spec.num_experts, hidden
     if spec.bias:
         yield spec.num_experts, 1
     if spec.shared_experts:
-        yield from _glu(model, spec.shared_experts * (spec.shared_expert_ffn_size or spec.expert_ffn_size) // layout.tp)
+        yield from _glu(model, spec.shared_width // layout.tp)
     if spec.shared_gate:
         yield 1, hidden
-    if layout.ep == 1:
-        yield from ((experts, rows * row) for experts, rows, row in expert_matrices(model, 1))
 
 
-def expert_matrices(model: DecoderModel, ep: int) -> Iterator[tuple[int, int, int]]:
-    spec, hidden = model.experts, model.hidden_size
-    assert spec is not None
-    held, up = spec.num_experts // ep, spec.expert_ffn_size * (2 if model.gated_mlp else 1)
-    yield from ((held, hidden, up), (held, spec.expert_ffn_size, hidden))
-    if spec.bias:
-        yield from ((held, up, 1), (held, hidden, 1))
+def _expert_parameters(model: DecoderModel, ep: int, lora: LoraSpec) -> tuple[list[Stack], list[Stack]]:
+    """Return a rank's (experts, rows, elements per row) of the experts' frozen or trained parameters that are not in 4
+    bits, and of their adapters."""
+    assert model.experts is not None
+    stacks = expert_stacks(model, is_expert_layer=True, ep=ep)
+    held = [] if lora.is_quantised else [*stacks.values()]
+    if model.experts.bias:
+        held += [(experts, outputs, 1) for experts, _, outputs in stacks.values()]
+    adapters = [
+        half
+        for target, (experts, inputs, outputs) in stacks.items()
+        if lora.rank and target in lora.targets
+        for half in ((experts, inputs, lora.rank), (experts, lora.rank, outputs))
+    ]
+    return held, adapters
 
 
-def experts_unit(model: TextModel, layout: Layout) -> Unit:
+def experts_unit(model: TextModel, layout: Layout, lora: LoraSpec) -> Unit:
     """Return the experts of one rank of ep, sharded over the remaining ranks: by row if only the row counts divide
     evenly, otherwise by expert."""
-    decoder = model.as_decoder
     shards = layout.expert_ranks // layout.ep
-    shapes = list(expert_matrices(decoder, layout.ep))
-    if shapes[0][0] % shards == 0 or any(rows % shards for _, rows, _ in shapes):
-        return Unit(tuple((experts, rows * row) for experts, rows, row in shapes), shards)
-    return Unit(tuple((rows, experts * row) for experts, rows, row in shapes), shards, reorders=shards > 1)
+    held, adapters = _expert_parameters(model.as_decoder, layout.ep, lora)
+    shapes = [*held, *adapters]
+    by_row = shards > 1 and all(experts % shards for experts, _, _ in shapes)
+    by_row = by_row and not any(rows % shards for _, rows, _ in shapes)
+    return _stacked(held, adapters, shards, lora, by_row=by_row)
 
 
-def whole_experts(model: TextModel, layer: Layer, layout: Layout) -> Unit:
+def whole_experts(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -> Unit:
     """Return the experts that are part of a block's unit."""
-    decoder = model.as_decoder
-    held = expert_matrices(decoder, 1) if "experts" in layer.mixers and layout.ep == 1 else ()
-    return Unit(tuple((experts, rows * row) for experts, rows, row in held), layout.shards)
+    if "experts" not in layer.mixers or layout.ep > 1:
+        return _stacked([], [], layout.shards, lora)
+    return _stacked(*_expert_parameters(model.as_decoder, 1, lora), layout.shards, lora)
+
+
+def _stacked(
+    held: Sequence[Stack], adapters: Sequence[Stack], shards: int, lora: LoraSpec, *, by_row: bool = False
+) -> Unit:
+    """Return a unit of stacked matrices, which are divided by expert or by row."""
+
+    def matrices(stacks: Sequence[Stack]) -> tuple[Matrix, ...]:
+        if by_row:
+            return tuple((rows, experts * row) for experts, rows, row in stacks)
+        return tuple((experts, rows * row) for experts, rows, row in stacks)
+
+    trained = matrices(adapters) if lora.rank else None
+    return Unit(matrices([*held, *adapters]), shards, reorders=by_row, adapters=trained)
 
 
 def _mamba(model: HybridModel, tp: int) -> Iterator[Matrix]:
