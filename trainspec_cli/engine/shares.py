@@ -171,6 +171,8 @@ def gather_cut(part: Tensor, cut: Cut) -> Tensor:
 # Fill a rank's parts of quantised matrices from full matrices.
 
 
+ADAPTERS = ("lora_a", "lora_b", "lora_m")
+"""Ends of the names of parameters that a run can add to those of its first weights."""
 TENSORS = ("nf4_codes", "nf4_magnitudes", "nf4_scales")
 """The buffers that replace a layer's `weight`, in the order of `Nf4`."""
 

@@ -13,7 +13,7 @@ from trainspec_cli.planner.workload import expert_stacks
 from trainspec_cli.recipe.keys.framework import FrameworkSpec, StateFacts, SumFormat
 from trainspec_cli.recipe.keys.layout import Layout, Sharding
 from trainspec_cli.recipe.keys.model import ModelSpec, TextModel, has_layer_list
-from trainspec_cli.recipe.keys.training import BLOCK, KeptState, LoraSpec, OptimizerName, WireFormats
+from trainspec_cli.recipe.keys.training import BLOCK, KeptState, LoraSpec, OptimizerName, ParameterGroup, WireFormats
 
 RecordT = TypeVar("RecordT", Layout, "Setup")
 
@@ -117,6 +117,8 @@ class Setup:
     sharded: float = 1.0
     """Fraction of the parameters that are sharded and gathered. It is below 1 if the adapters' base is quantised."""
     lora: LoraSpec = field(default_factory=LoraSpec)
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameter groups, whose frozen parameters the memory of a step takes into account."""
     offload_optimizer: bool = False
     replica_groups: int = 1
     """Number of replica groups among the replicas of `layout`, which exchange gradients once per step; 0 if each

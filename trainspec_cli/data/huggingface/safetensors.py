@@ -366,8 +366,8 @@ def _whole(name: str, tensor: str, shape: Shape) -> Parameter:
 
 
 def adapters_of(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
-    """Return the two factors of a matrix's adapter, (R, D) and (F, R), or of experts' adapters, (E, D, R) and
-    (E, R, F); nothing if the matrix has no adapter."""
+    """Return the two factors of a matrix's adapter, (R, D) and (F, R), and its magnitude (F,) if there is one, or those
+    of experts' adapters, (E, D, R) and (E, R, F); nothing if the matrix has no adapter."""
     owner, _, leaf = parameter.name.rpartition(".")
     if not lora.rank or not owner.startswith("blocks."):
         return []
@@ -378,10 +378,12 @@ def adapters_of(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
     outputs, inputs = parameter.shape
     name = f"{_PEFT_PREFIX}{parameter.pieces[0].tensor.removesuffix('.weight')}"
     shapes = {"lora_a": ("lora_A", (lora.rank, inputs)), "lora_b": ("lora_B", (outputs, lora.rank))}
-    return [
+    halves = [
         Parameter(f"{owner}.{ours}", shape, (Piece(f"{name}.{theirs}.weight", (0, 0), shape),))
         for ours, (theirs, shape) in shapes.items()
     ]
+    magnitude = _whole(f"{owner}.lora_m", f"{name}.lora_magnitude_vector", (outputs,))
+    return [*halves, magnitude] if lora.magnitude else halves
 
 
 def _adapters_of_experts(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
@@ -427,6 +429,7 @@ def adapter_config(model: DecoderModel, lora: LoraSpec, base: str | None) -> Jso
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
+        "use_dora": lora.magnitude,
         "target_modules": list(dict.fromkeys(module.rpartition(".")[2] for module in modules)),
         "target_parameters": [f"mlp.experts.{parts[target]}" for target in lora.expert_targets] or None,
         "bias": "none",

@@ -90,7 +90,7 @@ class LanguageModel(PublishedModel):
         "blocks.*.attention.[qkv].bias": 0,
         "blocks.*.attention.kv.weight": 0,
         "blocks.*.attention.sinks": 0,
-        "blocks.*.attention.[qkv].lora_b": 0,
+        "blocks.*.attention.[qkv].lora_[bm]": 0,
         "blocks.*.attention.out.weight": 1,
         "blocks.*.attention.out.lora_a": 1,
         "blocks.*.ffn.gate.bias": 0,
@@ -98,11 +98,11 @@ class LanguageModel(PublishedModel):
         "blocks.*.ffn.gate.weight": 0,
         "blocks.*.ffn.up.weight": 0,
         "blocks.*.ffn.down.weight": 1,
-        "blocks.*.ffn.gate.lora_b": 0,
-        "blocks.*.ffn.up.lora_b": 0,
+        "blocks.*.ffn.gate.lora_[bm]": 0,
+        "blocks.*.ffn.up.lora_[bm]": 0,
         "blocks.*.ffn.down.lora_a": 1,
-        "blocks.*.ffn.shared.gate.lora_b": 0,
-        "blocks.*.ffn.shared.up.lora_b": 0,
+        "blocks.*.ffn.shared.gate.lora_[bm]": 0,
+        "blocks.*.ffn.shared.up.lora_[bm]": 0,
         "blocks.*.ffn.shared.down.lora_a": 1,
         "blocks.*.ffn.shared.gate.weight": 0,
         "blocks.*.ffn.shared.up.weight": 0,
@@ -122,7 +122,7 @@ class LanguageModel(PublishedModel):
     tensor_partial: ClassVar[tuple[str, ...]] = (
         "blocks.*.attention.*_norm.*",
         "blocks.*.attention.*_down.weight",
-        "blocks.*.lora_[ab]",
+        "blocks.*.lora_[abm]",
     )
     writes_per_layer: ClassVar[int]
     """Number of times that a layer adds to the residual stream."""

@@ -8,6 +8,7 @@ Shapes: W (F, D), and its adapter's A (R, D) and B (F, R). Of E experts, on M ro
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.models.experts import Experts
 from trainspec_cli.engine.nf4 import Nf4, Place, dequantise, magnitude_table, pair_table, shapes_of
-from trainspec_cli.engine.shares import TENSORS, Cut
+from trainspec_cli.engine.shares import ADAPTERS, TENSORS, Cut, Share, local_part
 from trainspec_cli.recipe.keys.training import LoraSpec
 
 
@@ -63,8 +64,16 @@ class QuantisedLinear(QuantisedWeight):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = _FrozenProduct.apply(x, self.bias, *self.held())
+        return self.multiply(x, self.bias)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        product: Tensor = _FrozenProduct.apply(x, bias, *self.held())
         return product
+
+    def full_weight(self, dtype: torch.dtype) -> Tensor:
+        """Return this rank's part of W."""
+        place, *held = self.held()
+        return _weight(tuple(held), place, dtype)
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -108,26 +117,66 @@ def _weight(held: tuple[Tensor, ...], place: Place, dtype: torch.dtype) -> Tenso
     return dequantise(Nf4(codes, magnitudes, scales), place, pairs, levels, dtype)
 
 
-class _Adapted(nn.Module):
-    """A linear layer plus (alpha / R) B A x. Initially, the output is unchanged, because B starts at zero."""
+class AdaptedLinear(nn.Module):
+    """A linear layer plus (alpha / R) B A x. Initially, the output is unchanged, because B starts at zero.
+
+    With a magnitude m (F,), each row of V = W + (alpha / R) B A is scaled to the length m (DoRA, arXiv:2402.09353, eq.
+    5). As in section 4.3, the length of V has no gradient. m starts as the lengths of W's rows (`start_magnitude`)."""
+
+    bias: Any
+    multiply: Callable[[Tensor, Tensor | None], Tensor]
+    full_weight: Callable[[torch.dtype], Tensor]
 
     def adapt(self, linear: nn.Linear, spec: LoraSpec) -> None:
         self.lora_a = nn.Parameter(torch.empty(spec.rank, linear.in_features, device="meta"))
         self.lora_b = nn.Parameter(torch.empty(linear.out_features, spec.rank, device="meta"))
+        self.lora_m = nn.Parameter(torch.empty(linear.out_features, device="meta")) if spec.magnitude else None
         self.lora_scale = spec.scale
+        self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda squares_F: squares_F
+        """A function that adds up squares of the parts of each row, if ranks hold different columns."""
 
     def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = super().forward(x)  # type: ignore[misc]  # the layer that this is mixed into
-        return product + F.linear(F.linear(x, self.lora_a), self.lora_b) * self.lora_scale
+        product = self.multiply(x, self.bias if self.lora_m is None else None)
+        product = product + F.linear(F.linear(x, self.lora_a), self.lora_b) * self.lora_scale
+        if self.lora_m is None:
+            return product
+        with torch.no_grad():
+            adapter = self.lora_b, self.lora_a
+            length_F = self.lengths(torch.addmm(self.full_weight(x.dtype), *adapter, alpha=self.lora_scale))
+        product = product * (self.lora_m / length_F).to(x.dtype)
+        return product if self.bias is None else product + self.bias
+
+    def lengths(self, weight_FD: Tensor) -> Tensor:
+        """Return the lengths of the rows of which this rank holds a part, at least fp32."""
+        at_least = torch.promote_types(weight_FD.dtype, torch.float32)
+        length_F = torch.linalg.vector_norm(weight_FD, dim=1, dtype=at_least)
+        return self.sum_over_ranks(length_F.square()).sqrt()
+
+    @torch.no_grad()
+    def start_magnitude(self) -> None:
+        """Set m to the lengths of W's rows. Called collectively by ranks that hold parts of the same rows."""
+        assert self.lora_m is not None
+        part = Share("", self.lora_m)
+        weight = local_part(self.weight) if isinstance(self, LoraLinear) else self.full_weight(torch.float32)
+        length_F = self.lengths(weight)
+        # FSDP2 shards W and m alike, but not a quantised W.
+        part.local.copy_(length_F if isinstance(self, LoraLinear) else part.part_of(length_F))
 
 
-class LoraLinear(_Adapted, nn.Linear):
+class LoraLinear(AdaptedLinear, nn.Linear):
     def __init__(self, linear: nn.Linear, spec: LoraSpec):
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.adapt(linear, spec)
 
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.weight, bias)
 
-class QuantisedLoraLinear(_Adapted, QuantisedLinear):
+    def full_weight(self, _dtype: torch.dtype) -> Tensor:
+        """Return this rank's part of W, which FSDP2 has gathered and cast."""
+        return self.weight
+
+
+class QuantisedLoraLinear(AdaptedLinear, QuantisedLinear):
     def __init__(self, linear: nn.Linear, spec: LoraSpec):
         super().__init__(linear)
         self.adapt(linear, spec)
@@ -184,4 +233,12 @@ def apply_lora(part: nn.Module, spec: LoraSpec) -> None:
         if replaced is not None:
             setattr(part.get_submodule(owner), leaf, replaced)
     for name, parameter in part.named_parameters():
-        parameter.requires_grad_(name.endswith(("lora_a", "lora_b")))
+        parameter.requires_grad_(name.endswith(ADAPTERS))
+
+
+def start_magnitudes(parts: Iterable[nn.Module]) -> None:
+    """Set the magnitudes of adapters to the lengths of the rows of their matrices. Called collectively by all ranks."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, AdaptedLinear) and module.lora_m is not None:
+                module.start_magnitude()

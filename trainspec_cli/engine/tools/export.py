@@ -129,24 +129,27 @@ def _parameters(plan: Plan) -> list[Parameter]:
 
 
 def read(plan: Plan, checkpoint: Path, wanted: Sequence[Parameter]) -> dict[str, Tensor]:
-    """Read full parameters with merged adapters: W + (alpha / R) B A, or for experts, W + (alpha / R) A B."""
+    """Read full parameters with merged adapters: W + (alpha / R) B A, or for experts, W + (alpha / R) A B. With
+    magnitudes, the rows of the result are scaled to them."""
     halves = {parameter.name: adapters_of(parameter, plan.spec.lora) for parameter in wanted}
     shapes = {held.name: held.shape for parameter in wanted for held in (parameter, *halves[parameter.name])}
     full = read_weights(checkpoint, shapes)
     for name, adapters in halves.items():
         if adapters:
-            a, b = (full.pop(half.name) for half in adapters)
+            a, b, *magnitude = (full.pop(half.name) for half in adapters)
             if full[name].dim() == 3:
                 full[name].baddbmm_(a, b, alpha=plan.spec.lora.scale)
             else:
                 full[name].addmm_(b, a, alpha=plan.spec.lora.scale)
+            for m_F in magnitude:
+                full[name] *= (m_F / torch.linalg.vector_norm(full[name], dim=1))[:, None]
     return full
 
 
 def flatten_experts(half: Parameter, full: dict[str, Tensor]) -> Parameter:
     """Convert a factor of experts' adapters in `full` to PEFT's layout: A (E, D, R) to (E * R, D), and B (E, R, F) to
     (F, R * E), whose columns are ordered by rank and then by expert. Factors of matrices stay the same."""
-    if len(half.shape) == 2:
+    if len(half.shape) < 3:
         return half
     order = (0, 2, 1) if half.name.endswith("lora_a") else (2, 1, 0)
     tensor = full[half.name].permute(order)

@@ -380,9 +380,11 @@ def adapter_params(model: ModelSpec, lora: LoraSpec, *, active: bool = False) ->
     kinds = Counter(decoder.is_expert_layer(layer) for layer in range(decoder.num_layers))
     total = 0
     for kind, layers in kinds.items():
-        total += layers * sum(sum(sizes) for sizes in adapted_matrices(decoder, kind, lora))
+        adapted = list(adapted_matrices(decoder, kind, lora))
+        total += layers * sum(lora.rank * sum(sizes) for sizes in adapted)
+        total += layers * sum(outputs for outputs, _ in adapted) * lora.magnitude
         for target, (held, inputs, outputs) in expert_stacks(decoder, kind).items():
             assert decoder.experts is not None
             used = decoder.experts.top_k if active else held
-            total += layers * used * (inputs + outputs) * (target in lora.targets)
-    return lora.rank * total
+            total += layers * lora.rank * used * (inputs + outputs) * (target in lora.targets)
+    return total

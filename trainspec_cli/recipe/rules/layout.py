@@ -94,6 +94,11 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("wrong_choice", message, "lora.targets", "set lora.targets=[q,v]")
     if not spec.lora.expert_targets:
         return
+    if spec.lora.magnitude:
+        message = (
+            "`lora.magnitude` needs matrices of their own, but those of experts are stacked (PEFT has no such adapters)"
+        )
+        yield Problem("unsupported", message, "lora.magnitude", "set lora.magnitude=false, or remove experts.*")
     if not isinstance(spec.model, DecoderModel) or spec.model.experts is None:
         message = f"`lora.targets` names {' and '.join(spec.lora.expert_targets)}, but the model has no routed experts"
         yield Problem("contradiction", message, "lora.targets", "set lora.targets=[q,v]")

@@ -26,6 +26,7 @@ from trainspec_cli.recipe.keys.model import (
 )
 from trainspec_cli.recipe.keys.run import Recompute
 from trainspec_cli.recipe.keys.training import LoraSpec
+from trainspec_cli.recipe.parameter_names import block_names
 
 # The sizes of a layer (`Shape`), and the parts that all kinds of layers share: norms, regions, feed-forwards.
 
@@ -48,6 +49,8 @@ class Shape:
     lora: LoraSpec = field(default_factory=LoraSpec)
     compiled: bool = False
     """True if element-wise operations are fused."""
+    frozen: frozenset[str] = frozenset()
+    """Names of the block's parameters that the recipe freezes. The tape knows only blocks that are frozen entirely."""
 
     @property
     def tokens(self) -> float:
@@ -122,7 +125,18 @@ def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: 
     if not rank or name not in shape.lora.targets:
         return y
     narrow = tape.linear(x, tape.leaf(rank * inputs, frozen=False), tokens * rank)
-    return tape.add(y, tape.copy(tape.linear(narrow, tape.leaf(outputs * rank, frozen=False), tokens * outputs)))
+    y = tape.add(y, tape.copy(tape.linear(narrow, tape.leaf(outputs * rank, frozen=False), tokens * outputs)))
+    return magnified(tape, y, shape, name, outputs * inputs, outputs) if shape.lora.magnitude else y
+
+
+def magnified(tape: Tape, y: Value, shape: Shape, name: str, weights: int, outputs: int) -> Value:
+    """Record the scaling of the outputs of an adapted matrix to its rows' magnitudes (DoRA), and the bias that follows.
+    The lengths of the rows need the matrix with its adapter merged in."""
+    tape.merge(weights, dequantises=shape.lora.is_quantised)
+    y = tape.mul(y, tape.leaf(outputs, frozen=False))
+    model = shape.decoder
+    biased = model.mlp_bias if name in ("gate", "up") else model.attention_bias != "none" and name in ("q", "k", "v")
+    return tape.copy(y) if biased else y
 
 
 def region(tape: Tape, x: Value, shape: Shape, part: Part) -> Value:
@@ -891,7 +905,8 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
 @lru_cache(maxsize=1024)
 def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfile:
     """Profile one layer, forward and backward. `split`: whether weight gradients are computed later."""
-    tape = Tape(shape.width, fp8=shape.fp8, frozen=shape.lora.rank > 0, fuses=shape.compiled)
+    all_frozen = bool(shape.frozen) and shape.frozen.issuperset(block_names(shape.model, shape.layer))
+    tape = Tape(shape.width, fp8=shape.fp8, frozen=shape.lora.rank > 0 or all_frozen, fuses=shape.compiled)
     tape.put_off = [] if split else None
     source = tape.leaf(shape.outside_tokens * shape.hidden, frozen=False)
     return profile(tape, lambda: block(tape, source, shape), recompute)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 from trainspec_cli.planner.workload import Stack, adapted_decoder, adapted_matrices, expert_stacks, quantised_matrices
 from trainspec_cli.planner.workload import quantised_bytes as quantised_bytes_of
@@ -16,9 +17,20 @@ from trainspec_cli.recipe.keys.model import (
     HybridModel,
     Layer,
     LayerNorms,
+    ModelSpec,
     TextModel,
+    has_layer_list,
 )
-from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_SIZE, STACKED_VALUES, KeptState, LoraSpec
+from trainspec_cli.recipe.keys.training import (
+    BLOCK,
+    QUANTISED_ROW,
+    QUANTISED_SIZE,
+    STACKED_VALUES,
+    KeptState,
+    LoraSpec,
+    ParameterGroup,
+)
+from trainspec_cli.recipe.parameter_names import block_names, is_frozen, outside_names
 
 Matrix = tuple[int, int]
 """(rows, elements per row), after tensor parallelism."""
@@ -75,7 +87,11 @@ def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -
         return Unit(tuple(matrices), shards, early=whole.full)
     has_experts = "experts" in layer.mixers
     sizes = adapted_matrices(decoder, has_experts, lora, layout.tp)
-    adapters = [half for rows, columns in sizes for half in ((lora.rank, columns), (rows, lora.rank))]
+    adapters = [
+        part
+        for rows, columns in sizes
+        for part in ((lora.rank, columns), (rows, lora.rank), *((rows, 1),) * lora.magnitude)
+    ]
     quantised_bytes = 0.0
     if lora.is_quantised:
         held = quantised_matrices(decoder, has_experts, layout.tp)
@@ -87,6 +103,54 @@ def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -
         quantised_bytes = sum(quantised_bytes_of(*part) + NF4_TABLES_BYTES for part in parts)
     trained = (*adapters, *(whole.adapters or ()))
     return Unit((*matrices, *adapters), shards, adapters=trained, quantised_bytes=quantised_bytes)
+
+
+def frozen_block(unit: Unit, model: TextModel, layer: Layer, layout: Layout, frozen: frozenset[str]) -> Unit:
+    """Return the unit of a block, with only the parameters trained whose names within the block are not in `frozen`."""
+    if not frozen:
+        return unit
+    matrices = (*block_matrices(model, layer, layout), *whole_experts(model, layer, layout, LoraSpec()).matrices)
+    names = islice(block_names(model, layer), len(matrices))  # experts that are spread over ranks come last
+    trained = tuple(matrix for name, matrix in zip(names, matrices, strict=True) if name not in frozen)
+    return replace(unit, adapters=trained)
+
+
+def frozen_experts(unit: Unit, layer: Layer, model: TextModel, frozen: frozenset[str]) -> Unit:
+    """Do the same for the unit of experts."""
+    if not frozen or not unit.matrices:
+        return unit
+    names = [name for name in block_names(model, layer) if ".experts." in name]
+    trained = tuple(matrix for name, matrix in zip(names, unit.matrices, strict=True) if name not in frozen)
+    return replace(unit, adapters=trained)
+
+
+def frozen_names(model: TextModel, number: int, layer: Layer, groups: Sequence[ParameterGroup]) -> frozenset[str]:
+    """Return the names within a block, without its prefix, that the recipe freezes."""
+    if not groups:
+        return frozenset()
+    return frozenset(name for name in block_names(model, layer) if is_frozen(f"blocks.{number}.{name}", groups))
+
+
+def frozen_outside(unit: Unit, model: TextModel, first: bool, last: bool, groups: Sequence[ParameterGroup]) -> Unit:
+    """Freeze the parameters outside the blocks that the recipe freezes."""
+    if not groups:
+        return unit
+    names = outside_names(model, first=first, last=last)
+    pairs = zip(names, unit.matrices, strict=True)
+    return replace(unit, adapters=tuple(matrix for name, matrix in pairs if not is_frozen(name, groups)))
+
+
+def frozen_params(model: ModelSpec, groups: Sequence[ParameterGroup]) -> int:
+    """Return the number of parameters that the recipe freezes."""
+    if not groups or not has_layer_list(model):
+        return 0
+    outside = outside_unit(model, Layout(), first=True, last=True)
+    units = [(outside, frozen_outside(outside, model, True, True, groups))]
+    for number, layer in enumerate(model.layer_list):
+        unit = block_unit(model, layer, Layout(), LoraSpec())
+        frozen = frozen_names(model, number, layer, groups)
+        units.append((unit, frozen_block(unit, model, layer, Layout(), frozen)))
+    return int(sum(whole.full - trained.trained.full for whole, trained in units))
 
 
 def freeze(unit: Unit, lora: LoraSpec) -> Unit:
