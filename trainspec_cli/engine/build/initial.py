@@ -52,7 +52,7 @@ def load_initial(plan: Plan, state: TrainState) -> None:
             verify_files(folder, read_manifest(folder).files[dist.get_rank() :: dist.get_world_size()])
             new = any(name.endswith("lora_m") for name in load_weights(folder, state.held))
     if new:  # the lengths of the rows of the loaded weights
-        start_magnitudes(state.parts.values())
+        start_magnitudes(state.parts)
 
 
 @torch.no_grad()
