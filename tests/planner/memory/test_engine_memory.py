@@ -169,7 +169,6 @@ CONV_RUNS = (
 LORA, FEW = LoraSpec(rank=16), LoraSpec(rank=8, targets=("q", "v"))
 NF4, FEW_NF4 = replace(LORA, base="nf4"), replace(FEW, base="nf4")
 DORA = replace(LORA, magnitude=True)
-BIASED = {"num_layers": 4, "attention_bias": "qkv", "qk_norm": False}
 IN_EXPERTS = LoraSpec(rank=16, targets=("q", "v", "experts.up", "experts.down"))
 ADAPTER_RUNS = (
     Run("llama_tiny", {}, samples=8, seq_len=256, lora=FEW, micro_batches=2),
@@ -190,7 +189,6 @@ ADAPTER_RUNS = (
     Run("llama3_70b", {"pp": 2, "dp_shard": 2}, micro_batches=4, recompute="full", lora=NF4),
     Run("qwen3_0_6b", fsdp(2), samples=4, seq_len=2048, changes={"num_layers": 4}, lora=DORA),
     Run("llama_tiny", {}, samples=8, seq_len=256, lora=DORA, micro_batches=2),
-    Run("qwen3_0_6b", fsdp(2, tp=2), samples=2, recompute="selective", changes=BIASED, lora=replace(DORA, base="nf4")),
     Run("qwen3_0_6b", fsdp(2, tp=2), samples=2, recompute="full", changes={"num_layers": 4}, lora=DORA),
 )
 FROZEN_RUNS = (
