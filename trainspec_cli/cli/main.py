@@ -66,6 +66,7 @@ _TRUNK = {
     "explain": Command("recipes", "explain a key of a recipe: its meaning and allowed values"),
     "schema": Command("recipes", "print the JSON Schema that editors use to check and complete recipes"),
     "migrate": Command("recipes", "convert files from earlier versions of the training spec"),
+    "get": Command("recipes", "download a model from the Hugging Face Hub"),
     "data": Command("recipes", "prepare text for training, and inspect it"),
     "completion": Command("recipes", "print the script for shell completion: bash, zsh or fish"),
     "kernels": Command("clusters", "measure which kernels are fastest here, for a recipe", takes_keys=True),

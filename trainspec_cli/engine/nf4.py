@@ -5,11 +5,13 @@ stored as the nearest of 16 quantiles of a normal distribution, times the block'
 minus their mean, are in turn quantised to 8 bits in blocks of 256, in the dynamic format of arXiv:2110.02861. In total,
 this takes 4 + 8 / 64 + 32 / (64 * 256) = 4.127 bits per weight. Codes, mean and scales are the same as in bitsandbytes.
 
-Shapes: F rows of a matrix (outputs), D its columns (inputs), N blocks per row, G blocks of magnitudes.
+Shapes: F rows of a matrix (outputs), D its columns (inputs), N blocks per row, G blocks of magnitudes. A stack of
+matrices, such as those of experts, has further dimensions in front and is quantised as one matrix with all their rows.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,13 +64,14 @@ class Place:
     """Number of blocks in a row of the full matrix; 0 if it is the same as in the part."""
 
 
-def shapes_of(rows: int, columns: int) -> Nf4:
-    """Return a matrix's tensors on meta."""
+def shapes_of(*shape: int) -> Nf4:
+    """Return the tensors of a matrix or stack of this shape, on meta."""
+    *rows, columns = shape
     blocks = -(-columns // NF4_BLOCK)
-    groups = -(-rows * blocks // NF4_SCALE_BLOCK)
+    groups = -(-math.prod(rows) * blocks // NF4_SCALE_BLOCK)
     return Nf4(
-        torch.empty((rows, columns // 2), dtype=torch.uint8, device="meta"),
-        torch.empty((rows, blocks), dtype=torch.uint8, device="meta"),
+        torch.empty((*rows, columns // 2), dtype=torch.uint8, device="meta"),
+        torch.empty((*rows, blocks), dtype=torch.uint8, device="meta"),
         torch.empty(1 + groups, device="meta"),
     )
 
@@ -103,13 +106,13 @@ def magnitude_table(device: torch.device | str) -> Tensor:
 
 @torch.no_grad()
 def quantise(weight_FD: Tensor) -> Nf4:
-    """Quantise a full fp32 matrix with an even number of columns to NF4."""
-    rows, columns = weight_FD.shape
+    """Quantise a full fp32 matrix, or stack, with an even number of columns to NF4."""
+    *rows, columns = weight_FD.shape
     blocks = F.pad(weight_FD, (0, -columns % NF4_BLOCK)).view(-1, NF4_BLOCK)
     largest = blocks.abs().amax(dim=1)
     scaled = blocks / torch.where(largest > 0, largest, 1.0)[:, None]
-    codes = _nearest(torch.tensor(NF4, device=weight_FD.device), scaled).view(rows, -1)[:, :columns]
-    packed = codes[:, ::2] * 16 + codes[:, 1::2]
+    codes = _nearest(torch.tensor(NF4, device=weight_FD.device), scaled).view(*rows, -1)[..., :columns]
+    packed = codes[..., ::2] * 16 + codes[..., 1::2]
 
     # Quantise the magnitudes
     mean = largest.mean()
@@ -120,7 +123,7 @@ def quantise(weight_FD: Tensor) -> Nf4:
     furthest = grouped.abs().amax(dim=1)
     scaled = grouped / torch.where(furthest > 0, furthest, 1.0)[:, None]
     magnitudes = _nearest(magnitude_table(largest.device), scaled).flatten()[: len(largest)]
-    return Nf4(packed, magnitudes.view(rows, -1), torch.cat([mean[None], furthest]))
+    return Nf4(packed, magnitudes.view(*rows, -1), torch.cat([mean[None], furthest]))
 
 
 def _nearest(table: Tensor, values: Tensor) -> Tensor:
@@ -131,8 +134,10 @@ def _nearest(table: Tensor, values: Tensor) -> Tensor:
 
 def dequantise(held: Nf4, place: Place, pairs: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weights (F, D) in `dtype`, rounded once from fp32. `pairs` and `levels` are lookup tables."""
+    *stacked, half = held.codes.shape
+    held = Nf4(held.codes.flatten(0, -2), held.magnitudes.flatten(0, -2), held.scales)
     rows = held.codes.shape[0]
-    columns = 2 * held.codes.shape[1]
+    columns = 2 * half
     largest_FN = magnitudes_of(held, place, levels)
     weight_FD = torch.empty((rows, columns), dtype=dtype, device=held.codes.device)
     step = max(1, NF4_CHUNK // columns)
@@ -140,7 +145,7 @@ def dequantise(held: Nf4, place: Place, pairs: Tensor, levels: Tensor, dtype: to
         part = slice(start, start + step)
         # A separate function, so that the previous rows are freed before the next ones are computed.
         weight_FD[part] = _multiply_out(held.codes[part], largest_FN[part], pairs)
-    return weight_FD
+    return weight_FD.view(*stacked, columns)
 
 
 def _multiply_out(codes: Tensor, largest_FN: Tensor, pairs: Tensor) -> Tensor:

@@ -171,6 +171,8 @@ def gather_cut(part: Tensor, cut: Cut) -> Tensor:
 # Fill a rank's parts of quantised matrices from full matrices.
 
 
+ADAPTERS = ("lora_a", "lora_b", "lora_m")
+"""Ends of the names of parameters that a run can add to those of its first weights."""
 TENSORS = ("nf4_codes", "nf4_magnitudes", "nf4_scales")
 """The buffers that replace a layer's `weight`, in the order of `Nf4`."""
 
@@ -185,9 +187,9 @@ class QuantisedMatrix:
     """This rank's part of each buffer, in the order of `Nf4`."""
 
     @property
-    def full_shape(self) -> tuple[int, int]:
-        rows, half = self.parts[0].full_shape
-        return rows, 2 * half
+    def full_shape(self) -> tuple[int, ...]:
+        *rows, half = self.parts[0].full_shape
+        return (*rows, 2 * half)
 
     @torch.no_grad()
     def fill(self, full_FD: Tensor) -> None:
@@ -201,8 +203,13 @@ def split_quantised(shares: Sequence[Share]) -> tuple[list[Share], list[Quantise
     others = {share.name: share for share in shares if is_quantised(share.name)}
     owners = dict.fromkeys(name.rpartition(".")[0] for name in others)
     return plain, [
-        QuantisedMatrix(f"{owner}.weight", tuple(others[f"{owner}.{leaf}"] for leaf in TENSORS)) for owner in owners
+        QuantisedMatrix(_weight_of(owner), tuple(others[f"{owner}.{leaf}"] for leaf in TENSORS)) for owner in owners
     ]
+
+
+def _weight_of(owner: str) -> str:
+    """Return the name of a module's weight if it is not quantised. Experts' matrices are then not modules."""
+    return owner if ".experts." in owner else f"{owner}.weight"
 
 
 def is_quantised(name: str) -> bool:
@@ -218,7 +225,7 @@ def quantised_parameters(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def names_of(weight: str) -> tuple[str, ...]:
     """Return the names of the tensors that replace the weight named `weight` if it is quantised."""
-    return tuple(f"{weight.removesuffix('weight')}{leaf}" for leaf in TENSORS)
+    return tuple(f"{weight.removesuffix('.weight')}.{leaf}" for leaf in TENSORS)
 
 
 def restore(held: Nf4) -> Tensor:

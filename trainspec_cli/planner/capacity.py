@@ -275,6 +275,7 @@ def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
         trainable=trainable,
         sharded=1.0 - workload.quantised_params(spec.model, spec.lora) / workload.count_params(spec.model),
         lora=spec.lora,
+        groups=spec.optim.groups,
         replica_groups=asked_groups(spec) or 0,
         outer_bytes=outer_bytes_of(spec),
     )

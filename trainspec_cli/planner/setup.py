@@ -8,11 +8,12 @@ from typing import TypeVar
 
 from trainspec_cli.core.printable import GIB
 from trainspec_cli.planner.hardware.cluster import Fabric
-from trainspec_cli.planner.memory.engine.units import block_unit, expert_matrices, is_hidden, outside_unit, state_bytes
+from trainspec_cli.planner.memory.engine.units import block_matrices, block_unit, is_hidden, outside_unit, state_bytes
+from trainspec_cli.planner.workload import expert_stacks
 from trainspec_cli.recipe.keys.framework import FrameworkSpec, StateFacts, SumFormat
 from trainspec_cli.recipe.keys.layout import Layout, Sharding
 from trainspec_cli.recipe.keys.model import ModelSpec, TextModel, has_layer_list
-from trainspec_cli.recipe.keys.training import BLOCK, KeptState, LoraSpec, OptimizerName, WireFormats
+from trainspec_cli.recipe.keys.training import BLOCK, KeptState, LoraSpec, OptimizerName, ParameterGroup, WireFormats
 
 RecordT = TypeVar("RecordT", Layout, "Setup")
 
@@ -116,6 +117,8 @@ class Setup:
     sharded: float = 1.0
     """Fraction of the parameters that are sharded and gathered. It is below 1 if the adapters' base is quantised."""
     lora: LoraSpec = field(default_factory=LoraSpec)
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameter groups, whose frozen parameters the memory of a step takes into account."""
     offload_optimizer: bool = False
     replica_groups: int = 1
     """Number of replica groups among the replicas of `layout`, which exchange gradients once per step; 0 if each
@@ -232,11 +235,10 @@ def newton_schulz_flops(model: TextModel) -> tuple[float, float]:
     """
     dense = experts = 0.0
     for layer in model.layer_list:
-        stacks = list(expert_matrices(model.as_decoder, 1)) if "experts" in layer.mixers else []
-        stacked = [(number, rows * row) for number, rows, row in stacks]
-        own = [matrix for matrix in block_unit(model, layer, ALONE, LoraSpec()).matrices if matrix not in stacked]
+        stacks = expert_stacks(model.as_decoder, "experts" in layer.mixers).values()
+        own = block_matrices(model, layer, ALONE)
         dense += sum(_flops(rows, row) for rows, row in own if is_hidden((rows, row)))
-        experts += sum(number * _flops(rows, row) for number, rows, row in stacks if row > 1)
+        experts += sum(number * _flops(rows, row) for number, rows, row in stacks)
     return dense, experts
 
 

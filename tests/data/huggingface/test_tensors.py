@@ -157,7 +157,9 @@ def test_the_config_of_adapters() -> None:
         "r": 2,
         "lora_alpha": 7.0,
         "lora_dropout": 0.0,
+        "use_dora": False,
         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "target_parameters": None,
         "bias": "none",
         "inference_mode": True,
     }

@@ -31,7 +31,8 @@ from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.training import LoraSpec, WireFormats
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.keys.training import LoraSpec, ParameterGroup, WireFormats
 from trainspec_cli.recipe.results.blueprint import Blueprint, BlueprintTier, Exchange
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.wings.certify.cases import Case, build_plan
@@ -79,6 +80,44 @@ CASES = {
 }
 ADAPTED = {"zero 2", "interleaved", "plain tensor"}
 """Trained by adapters, each in addition to the whole weights."""
+
+IN_EXPERTS = LoraSpec(rank=8, targets=("q", "down", "experts.up", "experts.down"))
+FEW_IN_EXPERTS = LoraSpec(rank=8, targets=("q", "experts.down"))
+ATTENTION_ALONE = LoraSpec(rank=4, targets=("q",), base="nf4")
+ADAPTED_EXPERTS = {
+    "spread": (Case("moe", Layout(dp_shard=2, ep=2), micro_batch_size=2), IN_EXPERTS),
+    "of latent attention": (Case("latent", Layout(dp_shard=2, ep=2), micro_batch_size=2), FEW_IN_EXPERTS),
+    "sharded": (Case("windowed", Layout(dp_shard=2), micro_batch_size=2, recompute="selective"), IN_EXPERTS),
+    "zero 1": (Case("moe", Layout(dp_shard=2, zero_stage=1), micro_batch_size=2), FEW_IN_EXPERTS),
+    "of tensors": (Case("moe", Layout(tp=2), micro_batch_size=8), IN_EXPERTS),
+    "pipelined": (Case("moe", Layout(pp=2), micro_batch_size=2), IN_EXPERTS),
+    "4 bits, spread": (Case("moe", Layout(dp_shard=2, ep=2), micro_batch_size=2), replace(IN_EXPERTS, base="nf4")),
+    "4 bits, frozen": (Case("moe", Layout(dp_shard=2, ep=2), micro_batch_size=2), ATTENTION_ALONE),
+    "4 bits, sharded": (Case("windowed", Layout(dp_shard=2), micro_batch_size=2), replace(IN_EXPERTS, base="nf4")),
+    "groups": (Case("moe", Layout(dp_shard=4, ep=2), micro_batch_size=2), IN_EXPERTS),
+}
+"""Routed experts with adapters, with 4-bit matrices, or both, and their layouts."""
+DORA = LoraSpec(rank=4, magnitude=True)
+WITH_MAGNITUDES = {
+    "zero 2": (Case("dense", Layout(dp_shard=2, zero_stage=2), micro_batch_size=2), DORA),
+    "zero 3": (Case("parallel", Layout(dp_shard=2), micro_batch_size=2, recompute="full"), DORA),
+    "tensor": (Case("dense", Layout(tp=2), micro_batch_size=8), DORA),
+    "plain tensor": (Case("tied", Layout(tp=2, sequence_parallel=False), micro_batch_size=8), DORA),
+    "latent attention": (Case("latent", Layout(tp=2), micro_batch_size=8), DORA),
+    "4 bits": (Case("dense", Layout(dp_shard=2), micro_batch_size=2, recompute="selective"), replace(DORA, base="nf4")),
+}
+"""Adapters with magnitudes."""
+FROZEN = tuple(ParameterGroup(match, frozen=True) for match in ("embed.*", "blocks.0.*", "*.k.weight", "*.experts.up"))
+PARTLY_FROZEN = {
+    "zero 1": Case("dense", Layout(dp_shard=2, zero_stage=1), micro_batch_size=2),
+    "zero 2": Case("moe", Layout(dp_shard=2, zero_stage=2), micro_batch_size=2),
+    "zero 3": Case("dense", Layout(dp_shard=2), micro_batch_size=2, recompute="full"),
+    "tensor": Case("dense", Layout(tp=2), micro_batch_size=8),
+    "pipeline": Case("dense", Layout(pp=2), micro_batch_size=2),
+    "tied pipeline": Case("tied", Layout(pp=2), micro_batch_size=2),
+    "experts": Case("moe", Layout(dp_shard=2, ep=2), micro_batch_size=2),
+}
+"""Only some parameters are trained."""
 
 UNEVEN = {
     "uneven zero 3": (Case("dense", Layout(dp_shard=2), micro_batch_size=2), (3.0, 1.0)),
@@ -130,7 +169,7 @@ NOISY = {
     *("zero 2", "zero 1", "uneven zero 3", "uneven replicas", "empty zero 3"),
     *("ring", "ulysses", "plain tensor", "tensor of a hybrid", "tensor of latent attention", "interleaved"),
     *("zero bubble", "tied pipeline", "tied split", "adapters, plain tensor"),
-    *("experts", "uneven experts", "empty experts", "uneven replicas of experts"),
+    *("experts", "uneven experts", "empty experts", "uneven replicas of experts", "adapters of experts, groups"),
 }
 """The noise of their gradients is judged: exchanged after every backward, or once; summed over shards, or replicas; of
 parts that ranks of cp, tp and pp compute together, and of experts that data-parallel ranks train together."""
@@ -157,14 +196,19 @@ class Run:
     case: Case
     lora: LoraSpec = field(default_factory=LoraSpec)
     weights: tuple[float, ...] = ()
+    groups: tuple[ParameterGroup, ...] = ()
     comm: WireFormats = field(default_factory=WireFormats)
+
+
+def spec_of(run: Run, plan: Plan) -> RunSpec:
+    return replace(plan.spec, lora=run.lora, optim=replace(plan.spec.optim, groups=run.groups))
 
 
 def found_in(run: Run) -> tuple[float, float, dict[str, Tensor], list[float]]:
     """Return the loss, this rank's share of the squared norm, the gradients by name, and this rank's share of what
     `NoiseProbe` adds up."""
     plan = build_plan(run.case, "cpu")
-    plan = replace(plan, spec=replace(plan.spec, lora=run.lora), comm=run.comm, blueprint=IN_TIERS)
+    plan = replace(plan, spec=spec_of(run, plan), comm=run.comm, blueprint=IN_TIERS)
     if run.weights and FAMILIES[run.case.family].unit == "samples":
         plan = replace(plan, micro_batch_size=SAMPLES)  # batch norm speaks of all samples of one micro-batch
     state = build_train_state(plan, torch.device("cpu"))
@@ -183,7 +227,7 @@ def found_in(run: Run) -> tuple[float, float, dict[str, Tensor], list[float]]:
 def same_bits(run: Run) -> dict[str, bool]:
     """Return whether gradients are those of steps that wait for each exchange, with each size of buckets."""
     plan = replace(build_plan(run.case, "cpu"), comm=run.comm, blueprint=IN_TIERS)
-    plan = replace(plan, spec=replace(plan.spec, lora=run.lora))
+    plan = replace(plan, spec=spec_of(run, plan))
     state = build_train_state(plan, torch.device("cpu"))
     fill_zeros(state)
     own = division_of(run, plan).of_rank(state.mesh.data_rank, 0, SAMPLES)
@@ -221,7 +265,7 @@ def division_of(run: Run, plan: Plan) -> Division:
 def noise_alone(run: Run) -> list[float]:
     """Return what the probes of all ranks add up, part after part in one process."""
     plan, layout = build_plan(replace(run.case, layout=Layout(), recompute="none"), "cpu"), run.case.layout
-    plan = replace(plan, spec=replace(plan.spec, lora=run.lora))
+    plan = replace(plan, spec=spec_of(run, plan))
     division = division_of(run, build_plan(run.case, "cpu"))
     state = build_train_state(plan, torch.device("cpu"))
     fill_zeros(state)
@@ -253,6 +297,9 @@ def noise_alone(run: Run) -> list[float]:
 def runs() -> dict[str, Run]:
     whole = {name: Run(case) for name, case in CASES.items()}
     adapted = {f"adapters, {name}": Run(CASES[name], LoraSpec(rank=4)) for name in CASES if name in ADAPTED}
+    adapted |= {f"adapters of experts, {name}": Run(*run) for name, run in ADAPTED_EXPERTS.items()}
+    adapted |= {f"magnitudes, {name}": Run(*run) for name, run in WITH_MAGNITUDES.items()}
+    adapted |= {f"frozen, {name}": Run(case, groups=FROZEN) for name, case in PARTLY_FROZEN.items()}
     divided = {name: Run(case, weights=weights) for name, (case, weights) in (UNEVEN | OF_FOUR).items()}
     compressed = {name: Run(case, weights=(3.0, 1.0), comm=comm) for name, (case, comm) in COMPRESSED.items()}
     return whole | adapted | divided | compressed
@@ -283,8 +330,10 @@ def main() -> None:
     wanted_runs = {name: every[name] for name in names}
     dist.init_process_group("gloo", init_method=f"file://{file}.{rank}", rank=0, world_size=1)
     alone = {
-        (family, lora): found_in(Run(Case(family, micro_batch_size=SAMPLES), lora))
-        for family, lora in dict.fromkeys((run.case.family, run.lora) for run in wanted_runs.values())
+        (family, lora, groups): found_in(Run(Case(family, micro_batch_size=SAMPLES), lora, groups=groups))
+        for family, lora, groups in dict.fromkeys(
+            (run.case.family, run.lora, run.groups) for run in wanted_runs.values()
+        )
     }
     noisy = [name for name in wanted_runs if name in NOISY]
     noise = {name: noise_alone(wanted_runs[name]) for name in noisy[rank::ranks]}  # one rank for each is enough
@@ -294,7 +343,7 @@ def main() -> None:
     for name, run in wanted_runs.items():
         tiered.clear()
         loss, squared, gradients, noise_share = found_in(run)
-        wanted_loss, wanted_squared, wanted, _ = alone[run.case.family, run.lora]
+        wanted_loss, wanted_squared, wanted, _ = alone[run.case.family, run.lora, run.groups]
         found[name] = {
             "loss": loss / wanted_loss,
             "squared": squared / wanted_squared,

@@ -35,7 +35,7 @@ from trainspec_cli.planner.memory.engine.units import block_unit, outside_unit
 from trainspec_cli.planner.workload import count_params
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, TextModel
-from trainspec_cli.recipe.keys.training import LoraSpec
+from trainspec_cli.recipe.keys.training import LoraSpec, ParameterGroup
 from trainspec_cli.recipe.records import from_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.tools import traced_ranks
@@ -62,6 +62,8 @@ class Run:
     """Of the model, mostly fewer layers."""
     lora: LoraSpec = field(default_factory=LoraSpec)
     optimizer: Any = "adamw"
+    frozen: tuple[str, ...] = ()
+    """Patterns of the parameters that are frozen."""
 
     @property
     def name(self) -> str:
@@ -69,7 +71,8 @@ class Run:
         adapters = f" lora {self.lora.rank}" * bool(self.lora.rank) + " nf4" * self.lora.is_quantised
         batch = f"{self.micro_batches}x{self.samples}x{self.seq_len}"
         optimizer = f" {self.optimizer}" * (self.optimizer != "adamw")
-        return f"{self.model} {axes} {batch} {self.recompute} {self.compute}{adapters}{optimizer}"
+        frozen = f" without {' '.join(self.frozen)}" * bool(self.frozen)
+        return f"{self.model} {axes} {batch} {self.recompute} {self.compute}{adapters}{optimizer}{frozen}"
 
 
 def fsdp(size: int, **axes: Any) -> dict[str, Any]:
@@ -177,6 +180,8 @@ CONV_RUNS = (
 )
 LORA, FEW = LoraSpec(rank=16), LoraSpec(rank=8, targets=("q", "v"))
 NF4, FEW_NF4 = replace(LORA, base="nf4"), replace(FEW, base="nf4")
+DORA = replace(LORA, magnitude=True)
+IN_EXPERTS = LoraSpec(rank=16, targets=("q", "v", "experts.up", "experts.down"))
 ADAPTER_RUNS = (
     Run("llama_tiny", {}, samples=8, seq_len=256, lora=FEW, micro_batches=2),
     Run("qwen3_0_6b", fsdp(2), samples=4, seq_len=2048, lora=FEW, micro_batches=2),
@@ -187,8 +192,23 @@ ADAPTER_RUNS = (
     Run("llama3_8b", {"pp": 2, "dp_shard": 2}, micro_batches=4, lora=LORA),
     Run("llama3_70b", fsdp(8), lora=LORA),
     Run("mixtral_8x7b", fsdp(8, ep=8), samples=2, changes={"num_layers": 8}, lora=LORA),
+    Run("mixtral_8x7b", fsdp(8, ep=8), samples=2, changes={"num_layers": 2}, lora=IN_EXPERTS),
+    Run("mixtral_8x7b", fsdp(8), changes={"num_layers": 2}, lora=replace(IN_EXPERTS, base="nf4")),
+    Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, recompute="selective", lora=replace(IN_EXPERTS, base="nf4")),
+    Run("mixtral_8x7b", fsdp(8, ep=4), changes={"num_layers": 2}, recompute="full", lora=NF4),
+    Run("moe_tiny", fsdp(2, tp=2), samples=8, seq_len=512, lora=IN_EXPERTS),
     Run("qwen3_0_6b", fsdp(2, tp=2), samples=4, seq_len=2048, recompute="selective", lora=FEW_NF4),
     Run("llama3_70b", {"pp": 2, "dp_shard": 2}, micro_batches=4, recompute="full", lora=NF4),
+    Run("qwen3_0_6b", fsdp(2), samples=4, seq_len=2048, changes={"num_layers": 4}, lora=DORA),
+    Run("llama_tiny", {}, samples=8, seq_len=256, lora=DORA, micro_batches=2),
+    Run("qwen3_0_6b", fsdp(2, tp=2), samples=2, recompute="full", changes={"num_layers": 4}, lora=DORA),
+)
+FROZEN_RUNS = (
+    Run("qwen3_0_6b", fsdp(2), seq_len=2048, changes={"num_layers": 4}, frozen=("embed.*", "*norm*")),
+    Run("qwen3_0_6b", fsdp(2, zero_stage=1), seq_len=2048, changes={"num_layers": 4}, frozen=("*.ffn.*",)),
+    Run("qwen3_0_6b", fsdp(2, tp=2), recompute="full", changes={"num_layers": 4}, frozen=("blocks.[23].*",)),
+    Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, frozen=("*.experts.*",)),
+    Run("hybrid_tiny", {"pp": 2}, samples=4, seq_len=256, micro_batches=4, frozen=("embed.*",)),
 )
 GEMMA2 = {
     "norm_offset": True, "norm_places": "both", "attention_softcap": 50.0, "logit_softcap": 30.0, "sliding_window": 512,
@@ -222,6 +242,7 @@ FAMILIES = {
     "state space": STATE_RUNS,
     "convolutions": CONV_RUNS,
     "adapters": ADAPTER_RUNS,
+    "frozen": FROZEN_RUNS,
 }
 DEFAULT_RUNS = (
     Run("llama_6m", {"pp": 2, "pipeline_schedule": "gpipe"}, samples=2, seq_len=2048, micro_batches=6),
@@ -253,7 +274,11 @@ def plan_of(run: Run) -> Plan:
         batching=replace(base.spec.batching, global_batch_size=batch),
         precision=replace(base.spec.precision, reduce=run.reduce, matmul=run.matmul),
         lora=run.lora,
-        optim=replace(base.spec.optim, name=run.optimizer),
+        optim=replace(
+            base.spec.optim,
+            name=run.optimizer,
+            groups=tuple(ParameterGroup(match, frozen=True) for match in run.frozen),
+        ),
     )
     return replace(
         base,

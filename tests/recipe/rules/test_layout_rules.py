@@ -8,6 +8,7 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import build, to_plain
 from trainspec_cli.recipe.rules.check import check_engine
 
+EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 64}
 NF4 = {"lora.rank": 4, "lora.base": "nf4"}
 
 
@@ -18,7 +19,9 @@ NF4 = {"lora.rank": 4, "lora.base": "nf4"}
         ({"lora.rank": 4, "lora.targets": []}, "lora.targets", "`lora.targets` is []"),
         ({"lora.base": "nf4"}, "lora.base", "not quantised"),
         (NF4 | {"offload": "optimizer"}, "offload", "4-bit ones"),
-        (NF4 | {"model.experts": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 64}}, "lora.base", "routed experts"),
+        (NF4 | {"model.experts": EXPERTS | {"expert_ffn_size": 63}}, "lora.base", "rows of 63"),
+        ({"lora.rank": 8, "lora.targets": ["experts.up"]}, "lora.targets", "no routed experts"),
+        ({"lora.rank": 4, "lora.targets": ["experts.up"], "model.experts": EXPERTS}, "lora.rank", "multiple of 8"),
         (NF4 | {"model.mla": {"kv_lora_rank": 8}}, "lora.base", "latent attention"),
         (NF4 | {"model.ffn_size": 129}, "lora.base", "rows of 129 (`model.ffn_size`) are not divisible by 2"),
         (NF4 | {"layout.tp": 2, "model.ffn_size": 192}, "layout.tp", "(`model.ffn_size`) do not split into 2"),

@@ -41,8 +41,13 @@ class HubName:
 
 def hub_name(text: str) -> HubName | None:
     """Parse a checkpoint's name; return None if `text` is a folder, or can only be a path."""
+    return None if Path(text).is_dir() else parse_hub_name(text)
+
+
+def parse_hub_name(text: str) -> HubName | None:
+    """Parse a checkpoint's name; return None if `text` is not one."""
     named = _NAMED.fullmatch(text)
-    if named is None or Path(text).is_dir():
+    if named is None:
         return None
     name, revision = named.groups()
     return HubName(name, revision or "main")

@@ -46,8 +46,9 @@ def read_config(folder: Path, name: str = CONFIG) -> JsonObject:
             got += f", and the Hub's cache {hub_cache()} does not have {named.name} ({named.revision})"
             revision = "" if named.revision == "main" else f" --revision {named.revision}"
             hint = (
-                f"with network access, run hf download {named.name}{revision}; HF_HOME names another cache, and "
-                f"{HUB_MIRROR} a folder that holds {named.name}"
+                f"run trainspec get hf:{named.name}{revision}, and set init.from=hf:FOLDER; without a network, run "
+                f"hf download {named.name}{revision} --local-dir FOLDER elsewhere and copy the folder here; HF_HOME "
+                f"names another cache, and {HUB_MIRROR} a folder that holds {named.name}"
             )
         raise RecipeError(Problem("missing_file", got, "init.from", hint))
     try:

@@ -521,11 +521,14 @@ def whole(name: str, tensor: str, shape: Shape) -> Parameter:
 
 
 def adapters_of(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
-    """Return the two factors of a matrix's adapter, (R, D) and (F, R); nothing if the matrix has no adapter."""
+    """Return the two factors of a matrix's adapter, (R, D) and (F, R), and its magnitude (F,) if there is one, or those
+    of experts' adapters, (E, D, R) and (E, R, F); nothing if the matrix has no adapter."""
     owner, _, leaf = parameter.name.rpartition(".")
-    if not lora.rank or leaf != "weight" or not owner.startswith("blocks."):
+    if not lora.rank or not owner.startswith("blocks."):
         return []
-    if owner.rpartition(".")[2] not in lora.targets or len(parameter.shape) != 2:
+    if owner.endswith(".experts") and f"experts.{leaf}" in lora.targets:
+        return _adapters_of_experts(parameter, lora)
+    if leaf != "weight" or owner.rpartition(".")[2] not in lora.targets or len(parameter.shape) != 2:
         return []
     return halves_of(owner, parameter.pieces[0].tensor.removesuffix(".weight"), parameter.shape, lora)
 
@@ -534,25 +537,54 @@ def halves_of(owner: str, tensor: str, shape: Shape, lora: LoraSpec) -> list[Par
     """Return the two factors of an adapter: of the linear layer `owner` in the engine, and `tensor` in the folder."""
     outputs, inputs = shape
     shapes = {"lora_a": ("lora_A", (lora.rank, inputs)), "lora_b": ("lora_B", (outputs, lora.rank))}
-    return [
+    halves = [
         Parameter(f"{owner}.{ours}", size, (Piece(f"{_PEFT_PREFIX}{tensor}.{theirs}.weight", (0, 0), size),))
         for ours, (theirs, size) in shapes.items()
+    ]
+    magnitude = whole(f"{owner}.lora_m", f"{_PEFT_PREFIX}{tensor}.lora_magnitude_vector", (outputs,))
+    return [*halves, magnitude] if lora.magnitude else halves
+
+
+def _adapters_of_experts(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
+    """Return the factors for all experts. PEFT wraps the module of the experts once for each adapted parameter: the
+    wrapper of `down` contains that of `up`, which is its `base_layer`."""
+    experts, inputs, outputs = parameter.shape
+    module, stacked, _ = parameter.pieces[0].tensor.partition(".experts.")
+    module = module.replace(".block_sparse_moe", ".mlp")  # mixtral in transformers 5
+    inner = parameter.name.endswith(".up") and "experts.down" in lora.targets
+    name = f"{_PEFT_PREFIX}{module}{stacked}" + "base_layer." * inner
+    shapes = {"a": (experts, inputs, lora.rank), "b": (experts, lora.rank, outputs)}
+    return [
+        Parameter(
+            f"{parameter.name}_lora_{half}", shape, (Piece(f"{name}lora_{half.upper()}.weight", (0, 0, 0), shape),)
+        )
+        for half, shape in shapes.items()
     ]
 
 
 def adapter_config(model: DecoderModel, lora: LoraSpec, base: str | None) -> JsonObject:
     """Return the content of adapter_config.json. `base` identifies the frozen weights for from_pretrained. Raises
-    RecipeError if the adapted matrices are not whole tensors in models of this type."""
+    RecipeError if PEFT cannot load the adapters."""
     kind = model_type(model)
     names = HUB_TYPES[kind].names
+    adapted = [one for one in parameters(model) if adapters_of(one, lora)]
+    modules = [one.pieces[0].tensor.removesuffix(".weight") for one in adapted if len(one.shape) == 2]
+    reason = None
     if names.fused or names.transposed:
-        message = (
-            f"{kind} stores several adapted matrices in one tensor, or transposed, so PEFT cannot load the adapters"
-        )
+        reason = f"{kind} stores several adapted matrices in one tensor, or transposed"
+    elif lora.expert_targets and len(names.experts) == 2:
+        reason = f"PEFT does not know the modules of {kind}'s experts"
+    elif model.experts is not None and any(".self_attn." not in module for module in modules):
+        # PEFT takes these names for those of routed experts (`peft.utils.transformers_weight_conversion`).
+        reason = f"PEFT applies adapters of {kind}'s dense or shared feed-forwards to the routed experts"
+    if reason is not None:
+        message = f"{reason}, so PEFT cannot load the adapters"
         raise RecipeError(Problem("unsupported", message, "--format", "pass --format hf, which merges the adapters"))
-    named = names.of_layer(model)
-    targets = [named.get(f"attention.{target}") or named[f"ffn.{target}"] for target in lora.targets]
-    return adapter_settings(lora, base, [target.rpartition(".")[2] for target in targets])
+    targets = dict.fromkeys(module.rpartition(".")[2] for module in modules)
+    parts = {"experts.up": "gate_up_proj", "experts.down": "down_proj"}
+    return adapter_settings(lora, base, targets) | {
+        "target_parameters": [f"mlp.experts.{parts[target]}" for target in lora.expert_targets] or None
+    }
 
 
 def adapter_settings(lora: LoraSpec, base: str | None, targets: Iterable[str]) -> JsonObject:
@@ -563,6 +595,7 @@ def adapter_settings(lora: LoraSpec, base: str | None, targets: Iterable[str]) -
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
+        "use_dora": lora.magnitude,
         "target_modules": list(targets),
         "bias": "none",
         "inference_mode": True,

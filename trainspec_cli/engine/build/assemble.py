@@ -20,7 +20,7 @@ from trainspec_cli.engine.comm.codec import PARAMETER_CODECS, WireMeter
 from trainspec_cli.engine.comm.exchange import Peers, TimeCollective
 from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.models.experts import sort_by_expert
-from trainspec_cli.engine.models.lora import apply_lora
+from trainspec_cli.engine.models.lora import AdaptedLinear, apply_lora, start_magnitudes
 from trainspec_cli.engine.models.own import BlockMaker, LossOfTokens, OwnLinearLoss
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.optim.optimizer import build_optimizer, without_memory
@@ -36,6 +36,7 @@ from trainspec_cli.engine.shares import Cut, Share, is_quantised, quantised_para
 from trainspec_cli.planner.pipeline import cut_layers
 from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH, KernelSpec
 from trainspec_cli.recipe.keys.model import ModelSpec, OwnModel, embeds_at_both_ends
+from trainspec_cli.recipe.parameter_names import is_frozen
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.user_code import LOSS, Extension, arguments, load, user_code_errors
 
@@ -211,6 +212,7 @@ def materialise(
     for matrix in quantised:
         matrix.fill(first_values(matrix.name, torch.empty(matrix.full_shape, device=device)))
     start_buffers(model, device, seed, positions_S)
+    start_magnitudes([model])
 
 
 @torch.no_grad()
@@ -282,6 +284,9 @@ def spread_stage(
     with torch.device("meta"):
         part = build_model(plan.spec.model, plan.spec.data.seq_len, layers_of(plan, stage))
         apply_lora(part, plan.spec.lora)
+    for name, parameter in part.named_parameters():
+        if is_frozen(name, plan.spec.optim.groups):
+            parameter.requires_grad_(False)
     apply_kernels(part, plan.kernels)
     if plan.spec.precision.matmul == "fp8":
         apply_float8(part.block_modules(), emulate=plan.device == "cpu")
@@ -307,6 +312,8 @@ def spread_stage(
         cut = cuts.get(f"{name}.nf4_magnitudes")
         if cut is not None:
             module.place(cut)
+        if isinstance(module, AdaptedLinear) and f"{name}.lora_a" in cuts:  # ranks hold different columns
+            module.sum_over_ranks = tp.sum_
     if mesh.stage.size() > 1:
         for norm in part.norm_modules():
             norm.sum_over_ranks = Peers(mesh.stage.get_group(), exchanges.clock.collective).sum_
@@ -450,6 +457,9 @@ def build_train_state(
     if device.type != "cpu":
         share_streams(parts.values())
     trained = [share for share in shares if share.is_trained]
+    if not trained:
+        message = f"`optim.groups` freezes all parameters of pipeline stage {mesh.rank('pp')}"
+        raise RecipeError(Problem("unsupported", message, "optim.groups", "set layout.pp=1"))
     optimizer = _optimizer_of(plan, trained, torch.zeros_like if fill else without_memory, clock.collective)
     # Two kinds of gradients are not summed over ranks in the backward passes: those of parameters that every tp rank
     # holds in full, and those of a tied embedding, which has copies at both ends of the pipeline.

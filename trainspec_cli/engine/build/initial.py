@@ -24,6 +24,7 @@ from trainspec_cli.engine.checkpoint.memory import DTYPES
 from trainspec_cli.engine.checkpoint.saver import load_weights
 from trainspec_cli.engine.comm.json_collectives import errors_together
 from trainspec_cli.engine.digest import NOT_FINITE, count_not_finite, is_finite
+from trainspec_cli.engine.models.lora import start_magnitudes
 from trainspec_cli.engine.shares import Share, split_quantised
 from trainspec_cli.recipe.keys.model import DecoderModel, TextModel, TransformersModel
 from trainspec_cli.recipe.results.plan import Plan
@@ -40,6 +41,7 @@ def load_initial(plan: Plan, state: TrainState) -> None:
     init = plan.spec.init
     model = plan.spec.model
     folder = init.hugging_face or init.other
+    new = False
     with errors_together():
         if folder is not None:
             if isinstance(model, TransformersModel):
@@ -51,11 +53,14 @@ def load_initial(plan: Plan, state: TrainState) -> None:
                 assert isinstance(model, DecoderModel), "other families are rejected before launch"
                 entries = open_other(folder, model)
             load_tensors(folder, entries, model, [*state.shares, *buffer_shares(state.parts)])
+            new = True
         elif init.run is not None:
             run = RunDir(init.run)
             folder = run.checkpoint(run.checkpoint_steps()[-1])
             verify_files(folder, read_manifest(folder).files[dist.get_rank() :: dist.get_world_size()])
-            load_weights(folder, state.held)
+            new = any(name.endswith("lora_m") for name in load_weights(folder, state.held))
+    if new:  # the lengths of the rows of the loaded weights
+        start_magnitudes(state.parts)
 
 
 def buffer_shares(parts: Sequence[nn.Module]) -> list[Share]:

@@ -60,7 +60,7 @@ from trainspec_cli.engine.comm.json_collectives import agree_on_error, broadcast
 from trainspec_cli.engine.cuda_only import pin, unpin
 from trainspec_cli.engine.digest import NOT_FINITE, count_not_finite, elapsed_s, is_finite, mark, wait_for
 from trainspec_cli.engine.nf4 import Nf4, shapes_of
-from trainspec_cli.engine.shares import names_of, restore, split_quantised
+from trainspec_cli.engine.shares import ADAPTERS, names_of, restore, split_quantised
 from trainspec_cli.recipe.records import convert
 from trainspec_cli.run.folder.generations import Fence
 from trainspec_cli.run.folder.paths import RunDir
@@ -296,8 +296,6 @@ def _enter_thread(device: torch.device) -> None:
 
 
 PREFIX = "model."
-ADAPTERS = ("lora_a", "lora_b")
-"""Parameters that may be missing from the checkpoint, because a run can add adapters."""
 OTHER_STATE = "the checkpoint is intact, so keep it: resume with the model, adapters and optimizer that wrote it"
 
 
@@ -368,8 +366,9 @@ def _restore(
     set_rng([part for part in parts if part.name.startswith("rng.")], device)
 
 
-def load_weights(folder: Path, held: Held) -> None:
-    """Fill parameters, and buffers that training changes, from a checkpoint with any layout.
+def load_weights(folder: Path, held: Held) -> set[str]:
+    """Fill parameters, and buffers that training changes, from a checkpoint with any layout. Return the names of
+    adapters that the checkpoint does not contain.
 
     Raises MachineError if the checkpoint belongs to a different model.
     """
@@ -386,13 +385,13 @@ def load_weights(folder: Path, held: Held) -> None:
     new = {part.name for part in parts if part.name.endswith(ADAPTERS) and part.name not in manifest.tensors}
     fill_parts(folder, manifest, [part for part in parts if part.name not in new])
     copy_twins(held.shares, held.optimizer)
+    return new
 
 
 def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Return full parameters by name, dequantised and in fp32. This process reads them without any communication."""
     manifest = read_manifest(folder)
-    weights = (name for name in shapes if name.endswith(".weight"))
-    quantised = {name for name in weights if f"{PREFIX}{names_of(name)[0]}" in manifest.tensors}
+    quantised = {name for name in shapes if f"{PREFIX}{names_of(name)[0]}" in manifest.tensors}
     tensors = {name: torch.empty(shape) for name, shape in shapes.items() if name not in quantised}
     parts = [TensorPart.whole(f"{PREFIX}{name}", tensor) for name, tensor in tensors.items()]
     fill_parts(folder, manifest, parts)

@@ -108,6 +108,8 @@ class Experts(GatedActivation):
         super().__init__(model.activation, model.gate_limit)
         assert model.experts is not None
         experts = model.experts
+        self.model = model
+        self.num_experts = experts.num_experts
         hidden = model.hidden_size
         width = experts.expert_ffn_size
         halves = 2 if model.gated_mlp else 1
@@ -124,9 +126,13 @@ class Experts(GatedActivation):
             row_M = torch.arange(len(x_MD), device=counts_E.device)
             expert_M = torch.searchsorted(counts_E.cumsum(0), row_M, right=True).clamp(max=len(counts_E) - 1)
         x_MD = self._without_dropped(x_MD, counts_E)
-        inner_MF = self._inner(_add_bias(self.grouped_matmul(x_MD, self.up, counts_E), self.up_bias, expert_M))
-        y_MD = _add_bias(self.grouped_matmul(inner_MF, self.down, counts_E), self.down_bias, expert_M)
+        inner_MF = self._inner(_add_bias(self.multiply(x_MD, "up", counts_E), self.up_bias, expert_M))
+        y_MD = _add_bias(self.multiply(inner_MF, "down", counts_E), self.down_bias, expert_M)
         return self._without_dropped(y_MD, counts_E)
+
+    def multiply(self, x_MD: Tensor, matrix: str, counts_E: Tensor) -> Tensor:
+        """Return each row times its expert's matrix, `up` or `down`."""
+        return self.grouped_matmul(x_MD, getattr(self, matrix), counts_E)
 
     def _inner(self, x_MF: Tensor) -> Tensor:
         """Apply the activation. On return, before the second matmul, both halves are freed unless the backward pass
@@ -148,7 +154,7 @@ def _add_bias(y_MF: Tensor, bias_EF: Tensor | None, expert_M: Tensor | None) -> 
 
 def dispatch_here(x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
     """The dispatch of tokens if all experts are on this rank."""
-    copies = sort_by_expert(x_TD, indices_TK, experts.up.shape[0])
+    copies = sort_by_expert(x_TD, indices_TK, experts.num_experts)
     return copies.combine(experts(copies.x_MD, copies.counts_E), weights_TK)
 
 

@@ -16,7 +16,7 @@ from trainspec_cli.engine.models.attention import Attention, MultiHeadLatentAtte
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
 from trainspec_cli.engine.models.experts import MixtureOfExperts, Router
 from trainspec_cli.engine.models.layers import BatchNorm, FeedForward, RMSNorm
-from trainspec_cli.engine.models.lora import QuantisedLinear
+from trainspec_cli.engine.models.lora import QuantisedWeight
 from trainspec_cli.engine.models.mamba2 import Mamba2, init_scan
 from trainspec_cli.recipe.keys.model import OwnModel, TextModel, embeds_at_both_ends
 from trainspec_cli.recipe.keys.training import LoraSpec
@@ -87,13 +87,13 @@ class PublishedModel(nn.Module):
 
 def init_adapter(leaf: str, full: Tensor, generator: torch.Generator) -> bool:
     """Initialise a half of an adapter, whose product is 0 at first; return whether it is one."""
-    if leaf == "lora_a":
-        # Uniform with variance 1 / 3D for D inputs, as in other LoRA implementations.
+    if leaf.endswith("lora_a"):
+        # Uniform with variance 1 / 3D for D inputs, as in other LoRA implementations. Experts' are (E, D, R).
         bound = 1 / math.sqrt(full.shape[1])
         full.uniform_(-bound, bound, generator=generator)
-    elif leaf == "lora_b":
+    elif leaf.endswith("lora_b"):
         full.zero_()
-    return leaf in ("lora_a", "lora_b")
+    return leaf.endswith(("lora_a", "lora_b"))
 
 
 class LanguageModel(PublishedModel):
@@ -110,7 +110,7 @@ class LanguageModel(PublishedModel):
         "blocks.*.attention.[qkv].bias": 0,
         "blocks.*.attention.kv.weight": 0,
         "blocks.*.attention.sinks": 0,
-        "blocks.*.attention.[qkv].lora_b": 0,
+        "blocks.*.attention.[qkv].lora_[bm]": 0,
         "blocks.*.attention.out.weight": 1,
         "blocks.*.attention.out.lora_a": 1,
         "blocks.*.ffn.gate.bias": 0,
@@ -118,15 +118,18 @@ class LanguageModel(PublishedModel):
         "blocks.*.ffn.gate.weight": 0,
         "blocks.*.ffn.up.weight": 0,
         "blocks.*.ffn.down.weight": 1,
-        "blocks.*.ffn.gate.lora_b": 0,
-        "blocks.*.ffn.up.lora_b": 0,
+        "blocks.*.ffn.gate.lora_[bm]": 0,
+        "blocks.*.ffn.up.lora_[bm]": 0,
         "blocks.*.ffn.down.lora_a": 1,
-        "blocks.*.ffn.shared.gate.lora_b": 0,
-        "blocks.*.ffn.shared.up.lora_b": 0,
+        "blocks.*.ffn.shared.gate.lora_[bm]": 0,
+        "blocks.*.ffn.shared.up.lora_[bm]": 0,
         "blocks.*.ffn.shared.down.lora_a": 1,
         "blocks.*.ffn.shared.gate.weight": 0,
         "blocks.*.ffn.shared.up.weight": 0,
         "blocks.*.ffn.shared.down.weight": 1,
+        "blocks.*.ffn.shared.gate.nf4_[cm]*": 0,
+        "blocks.*.ffn.shared.up.nf4_[cm]*": 0,
+        "blocks.*.ffn.shared.down.nf4_[cm]*": 1,
         "blocks.*.attention.[qkv].nf4_[cm]*": 0,
         "blocks.*.attention.kv.nf4_[cm]*": 0,
         "blocks.*.attention.out.nf4_[cm]*": 1,
@@ -139,7 +142,7 @@ class LanguageModel(PublishedModel):
     tensor_partial: ClassVar[tuple[str, ...]] = (
         "blocks.*.attention.*_norm.*",
         "blocks.*.attention.*_down.weight",
-        "blocks.*.lora_[ab]",
+        "blocks.*.lora_[abm]",
     )
     writes_per_layer: ClassVar[int]
     """Number of times that a layer adds to the residual stream."""
@@ -233,5 +236,5 @@ class LanguageModel(PublishedModel):
             full.normal_(0.0, self.residual_std if into_residual else INIT_STD, generator=generator)
 
     def init_buffers(self) -> None:
-        for module in self.all_of(Router, QuantisedLinear):
+        for module in self.all_of(Router, QuantisedWeight):
             module.init_buffers()

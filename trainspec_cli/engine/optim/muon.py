@@ -66,7 +66,11 @@ class Muon(GuardedOptimizer):
         compute: torch.dtype | None = None,
     ):
         super().__init__(groups, lr, betas, eps)
-        self.batches = list(_batches(shares))
+        self.batches: dict[int, list[list[Share]]] = {}
+        """The batches of each parameter group, by the ID of its first parameter."""
+        for group in self.param_groups:
+            own = {id(parameter) for parameter in group["params"]}
+            self.batches[id(group["params"][0])] = list(_batches([one for one in shares if id(one.local) in own]))
         self.time = time
         self.compute = compute
 
@@ -74,7 +78,7 @@ class Muon(GuardedOptimizer):
         return {"momentum_buffer": like(parameter)}
 
     def update_group(self, group: Group, guard: Guard) -> None:
-        for shares in self.batches:
+        for shares in self.batches[id(group["params"][0])]:
             updates = [self._take_gradient(share.local, group["momentum"], guard) for share in shares]
             splits = [_splits_of_matrix(share) for share in shares]
             whole = _orthogonalise_alike(gather_own(updates, splits, self.time))

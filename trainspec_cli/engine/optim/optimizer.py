@@ -21,6 +21,7 @@ from trainspec_cli.engine.optim.muon import Muon, is_hidden_matrix
 from trainspec_cli.engine.optim.whole import Group, GuardedOptimizer, start_adamw
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.recipe.keys.training import OptimSpec
+from trainspec_cli.recipe.parameter_names import group_of
 
 
 def fused(groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
@@ -41,7 +42,7 @@ def build_optimizer(
     time: TimeCollective = untimed,
     compute: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer. Weight decay applies to matrices, but not to norms and biases.
+    """Return the recipe's optimizer, with `parameter_groups`.
 
     `moment_like` creates a parameter's state, given a tensor with its shape and dtype. `time` is the timer of the
     update's exchanges. `compute` is the format of the run's matmuls, including Muon's.
@@ -74,14 +75,19 @@ def build_optimizer(
 
 
 def parameter_groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
-    """Return torch's parameter groups. Weight decay applies to matrices, but not to norms and biases."""
-    matrices = [share.local for share in shares if share.parameter.dim() > 1]
-    vectors = [share.local for share in shares if share.parameter.dim() <= 1]
-    groups: list[Group] = [
-        {"params": matrices, "weight_decay": optim.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+    """Return torch's parameter groups. Weight decay applies to matrices, but not to norms and biases, unless a group of
+    the recipe has another one."""
+    groups: dict[tuple[float, float], list[Tensor]] = {}
+    for share in sorted(shares, key=lambda share: share.parameter.dim() <= 1):
+        decay, scale = optim.weight_decay if share.parameter.dim() > 1 else 0.0, 1.0
+        if (asked := group_of(share.name, optim.groups)) is not None:
+            decay = decay if asked.decay is None else asked.decay
+            scale = asked.lr_scale
+        groups.setdefault((decay, scale), []).append(share.local)
+    return [
+        {"params": held, "weight_decay": decay} | ({"lr_scale": scale} if scale != 1 else {})
+        for (decay, scale), held in groups.items()
     ]
-    return [group for group in groups if group["params"]]
 
 
 _RULES: dict[str, Callable[[Share], bool]] = {"adamw8bit": is_quantised, "muon": is_hidden_matrix}
@@ -98,7 +104,7 @@ def without_memory(parameter: Tensor) -> Tensor:
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 @torch.no_grad()

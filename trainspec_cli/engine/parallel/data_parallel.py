@@ -77,6 +77,8 @@ def apply_data_parallel(
     """Shard `model` (on meta) in place. `experts` that are spread over ranks are sharded over the remaining axes."""
     if expert_shard is not None:
         for number, module in enumerate(experts):
+            if not list(module.parameters()):  # all in 4 bits, without adapters
+                continue
             # FSDP2 pads only the first dimension, so an uneven number of experts is padded. If the experts cannot be
             # divided evenly among the ranks but the rows of each expert can, the rows are divided.
             even = [

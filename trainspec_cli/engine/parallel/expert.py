@@ -33,11 +33,16 @@ def apply_expert_parallel(model: Any, peers: Peers, sort: Sort) -> dict[str, Cut
     cuts: dict[str, Cut] = {}
     names = {module: name for name, module in model.named_modules()}
     for mixture in model.expert_modules():
-        num_experts = next(mixture.experts.parameters()).shape[0]
+        num_experts = mixture.experts.num_experts
         cut = Cut(0, num_experts, peers.rank, peers.size, peers.group)
         for leaf, parameter in list(mixture.experts.named_parameters()):
             setattr(mixture.experts, leaf, cut.part_of(parameter))
             cuts[f"{names[mixture.experts]}.{leaf}"] = cut
+        for leaf, buffer in list(mixture.experts.named_buffers()):
+            if buffer.dtype == torch.uint8:  # in 4 bits; scales and tables belong to the full matrix
+                owner, _, last = leaf.rpartition(".")
+                setattr(mixture.experts.get_submodule(owner), last, cut.part_of(buffer).detach())
+                cuts[f"{names[mixture.experts]}.{leaf}"] = cut
         mixture.dispatch = SpreadDispatch(num_experts, peers, sort)
     return cuts
 

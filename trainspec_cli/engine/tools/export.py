@@ -58,7 +58,8 @@ def run(request: ExportRequest) -> ExportResult:
     if request.what == "adapters":
         adapters = [half for parameter in _parameters(plan) for half in _adapters(plan, parameter)]
         full = read(plan, Path(request.checkpoint), adapters)
-        write_file(Path(request.output) / ADAPTERS, adapters, full, request.dtype)
+        flat = [flatten_experts(half, full) for half in adapters]
+        write_file(Path(request.output) / ADAPTERS, flat, full, request.dtype)
         return ExportResult(1)
     return ExportResult(export(plan, request))
 
@@ -143,14 +144,20 @@ def _parameters(plan: Plan) -> list[Parameter]:
 
 
 def read(plan: Plan, checkpoint: Path, wanted: Sequence[Parameter]) -> dict[str, Tensor]:
-    """Read full parameters with merged adapters: W + (alpha / R) B A."""
+    """Read full parameters with merged adapters: W + (alpha / R) B A, or for experts, W + (alpha / R) A B. With
+    magnitudes, the rows of the result are scaled to them."""
     halves = {parameter.name: _adapters(plan, parameter) for parameter in wanted}
     shapes = {held.name: held.shape for parameter in wanted for held in (parameter, *halves[parameter.name])}
     full = read_weights(checkpoint, shapes)
     for name, adapters in halves.items():
         if adapters:
-            a_RD, b_FR = (full.pop(half.name) for half in adapters)
-            full[name].addmm_(b_FR, a_RD, alpha=plan.spec.lora.scale)
+            a, b, *magnitude = (full.pop(half.name) for half in adapters)
+            if full[name].dim() == 3:
+                full[name].baddbmm_(a, b, alpha=plan.spec.lora.scale)
+            else:
+                full[name].addmm_(b, a, alpha=plan.spec.lora.scale)
+            for m_F in magnitude:
+                full[name] *= (m_F / torch.linalg.vector_norm(full[name], dim=1))[:, None]
     return full
 
 
@@ -159,6 +166,19 @@ def _adapters(plan: Plan, parameter: Parameter) -> list[Parameter]:
     if isinstance(plan.spec.model, TransformersModel):
         return module_adapters(parameter, plan.spec.model, plan.spec.lora)
     return adapters_of(parameter, plan.spec.lora)
+
+
+def flatten_experts(half: Parameter, full: dict[str, Tensor]) -> Parameter:
+    """Convert a factor of experts' adapters in `full` to PEFT's layout: A (E, D, R) to (E * R, D), and B (E, R, F) to
+    (F, R * E), whose columns are ordered by rank and then by expert. Factors of matrices stay the same."""
+    if len(half.shape) < 3:
+        return half
+    order = (0, 2, 1) if half.name.endswith("lora_a") else (2, 1, 0)
+    tensor = full[half.name].permute(order)
+    tensor = tensor.flatten(0, 1) if half.name.endswith("lora_a") else tensor.flatten(1, 2)
+    full[half.name] = tensor
+    shape = tuple(tensor.shape)
+    return Parameter(half.name, shape, (Piece(half.pieces[0].tensor, (0, 0), shape),))
 
 
 def write_file(path: Path, held: Sequence[Parameter], full: Mapping[str, Tensor], dtype: str) -> None:

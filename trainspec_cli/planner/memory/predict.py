@@ -424,7 +424,9 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
     offload = "optimizer" if setup.offload_optimizer else "none"
     if not software.counted or setup.matmul not in (setup.compute, "fp8"):
         return None
-    if software.fused_kernels and not fuses_countably(setup.model, setup.lora, setup.matmul, setup.compute):
+    if software.fused_kernels and not fuses_countably(
+        setup.model, setup.lora, setup.matmul, setup.compute, setup.groups
+    ):
         return None
     if recompute not in ("none", "selective", "full") or not is_counted(setup.model, offload):
         return None
@@ -453,6 +455,7 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
         compiled=software.fused_kernels,
         outer_bytes=setup.outer_bytes,
         offloads=setup.offload_optimizer,
+        groups=setup.groups,
     )
 
 

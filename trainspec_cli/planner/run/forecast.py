@@ -16,6 +16,7 @@ from trainspec_cli.planner.fewer import speeds_on_fewer
 from trainspec_cli.planner.hardware.cluster import cluster_of
 from trainspec_cli.planner.hardware.rates import MEASURED_CHIPS
 from trainspec_cli.planner.memory.caching_allocator import GROWS_SEGMENTS
+from trainspec_cli.planner.memory.engine.units import frozen_params
 from trainspec_cli.planner.memory.predict import (
     CONTEXT_BYTES,
     FRAGMENTATION,
@@ -255,9 +256,11 @@ def describe_job(
 
 
 def checkpoint_bytes(spec: RunSpec, params: int) -> float:
-    """Return the size of a checkpoint: all parameters, and the optimizer state of those that are not frozen (LoRA)."""
+    """Return the size of a checkpoint: all parameters, and the optimizer state of those that are not frozen (LoRA,
+    `optim.groups`)."""
     if not spec.lora.rank:
-        return (VALUE_BYTES + moment_bytes(spec.model, spec.optim.kept_state, spec.lora)) * params
+        trained = params - frozen_params(spec.model, spec.optim.groups)
+        return VALUE_BYTES * params + moment_bytes(spec.model, spec.optim.kept_state, spec.lora) * trained
     quantised = quantised_params(spec.model, spec.lora)
     return VALUE_BYTES * (params - quantised) + NF4_BYTES * quantised
 

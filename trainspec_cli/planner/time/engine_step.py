@@ -56,6 +56,7 @@ from trainspec_cli.recipe.keys.model import (
     embeds_at_both_ends,
     has_layer_list,
 )
+from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.plan import StepTime
 
 # Memory traffic of FSDP2's copies in bytes per parameter, for a 2-byte compute format and gradients summed in fp32.
@@ -408,7 +409,8 @@ class EngineStep:
             return (self._with_work(unit, LayersPart.total(mixers)),)
         *others, experts = mixers
         outer = self._with_work(unit, LayersPart.total(others))
-        inner = self._with_work(self._unit(experts_unit(model, layout), "expert_dp", early_share=1.0), experts)
+        held = experts_unit(model, layout, self.setup.lora)
+        inner = self._with_work(self._unit(held, "expert_dp", early_share=1.0), experts)
         # Half of the work outside the experts' products sends the tokens, and half combines the results. Neither needs
         # the experts' parameters.
         kernels = experts_kernels(eager_shape(layer, self.setup))
@@ -552,7 +554,7 @@ class EngineStep:
             copies_s += LATE_KERNELS * vectors * self.eff.kernel_s
         if layout.tp > 1 and layout.ep == 1 and part.expert_params:
             layer = next(layer for layer in self._layer_list if "experts" in layer.mixers)
-            experts = whole_experts(cast("TextModel", model), layer, layout)
+            experts = whole_experts(cast("TextModel", model), layer, layout, LoraSpec())
             own = part.expert_params / experts.full * experts.own
             copies_s += self._moved_s(LATE_SUM_BYTES * own)
             exchange_s += all_reduce_s(self.groups["tp"], 4.0 * own, self.eff)

@@ -223,7 +223,7 @@ def flops_per_token(model: ModelSpec, seq_len: int, lora: LoraSpec = WHOLE) -> f
     if not adapter_params(model, lora):
         return whole
     mixing = mixing_flops_per_token(model, seq_len)
-    return 4 / 6 * (whole - mixing) + 6 * adapter_params(model, lora) + mixing
+    return 4 / 6 * (whole - mixing) + 6 * adapter_params(model, lora, active=True) + mixing
 
 
 def mixing_flops_per_token(model: ModelSpec, seq_len: int) -> float:
@@ -300,8 +300,8 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
 def adapted_matrices(
     model: DecoderModel, is_expert_layer: bool, lora: LoraSpec, tp: int = 1
 ) -> Iterator[tuple[int, int]]:
-    """Yield the size (outputs, inputs) of a rank's part of each adapted matrix in a layer. Routed experts have no
-    adapters."""
+    """Yield the size (outputs, inputs) of a rank's part of each adapted matrix in a layer, except for those of routed
+    experts (`expert_stacks`)."""
     if not lora.rank:
         return
     widths = _attention(model, tp) | _feed_forward(model, is_expert_layer, tp)
@@ -325,7 +325,7 @@ def _feed_forward(model: DecoderModel, is_expert_layer: bool, tp: int) -> dict[s
     width = model.ffn_size
     if is_expert_layer:
         assert model.experts is not None
-        width = model.experts.shared_experts * (model.experts.shared_expert_ffn_size or model.experts.expert_ffn_size)
+        width = model.experts.shared_width
     if not width:
         return {}
     up = (width // tp, model.hidden_size)
@@ -341,13 +341,37 @@ def quantised_bytes(rows: int, columns: int, tp: int = 1) -> float:
     return rows * columns / 2 + blocks + 4.0 * (math.ceil(tp * blocks / NF4_SCALE_BLOCK) + 1)
 
 
+Stack = tuple[int, int, int]
+"""(experts, inputs, outputs) of the matrices of routed experts."""
+
+
+def expert_stacks(model: DecoderModel, is_expert_layer: bool, ep: int = 1) -> dict[str, Stack]:
+    """Return a rank's part of the matrices of a layer's routed experts, by the adapter's target."""
+    if not is_expert_layer:
+        return {}
+    assert model.experts is not None
+    held, width = model.experts.num_experts // ep, model.experts.expert_ffn_size
+    up = width * (2 if model.gated_mlp else 1)
+    return {"experts.up": (held, model.hidden_size, up), "experts.down": (held, width, model.hidden_size)}
+
+
+def quantised_matrices(model: DecoderModel, is_expert_layer: bool, tp: int = 1) -> list[tuple[int, int]]:
+    """Return the size (rows, columns) of a rank's part of each matrix of a layer that can be stored in 4 bits, except
+    for those of routed experts."""
+    return [*_attention(model, tp).values(), *_feed_forward(model, is_expert_layer, tp).values()]
+
+
 def quantised_params(model: ModelSpec, lora: LoraSpec) -> int:
-    """Return the number of weights kept in 4 bits: all weights in the blocks' matrices."""
+    """Return the number of weights kept in 4 bits: all weights in the blocks' matrices, except for routers."""
     decoder = adapted_decoder(model, lora)
-    if decoder is None or not lora.is_quantised or decoder.experts is not None:
+    if decoder is None or not lora.is_quantised:
         return 0
-    matrices = _attention(decoder, tp=1) | _feed_forward(decoder, is_expert_layer=False, tp=1)
-    return decoder.num_layers * sum(rows * columns for rows, columns in matrices.values())
+    kinds = Counter(decoder.is_expert_layer(layer) for layer in range(decoder.num_layers))
+    return sum(
+        layers * math.prod(sizes)
+        for kind, layers in kinds.items()
+        for sizes in (*quantised_matrices(decoder, kind), *expert_stacks(decoder, kind).values())
+    )
 
 
 def adapted_decoder(model: ModelSpec, lora: LoraSpec) -> DecoderModel | None:
@@ -362,12 +386,22 @@ def traced_adapters(part: TracedPart, lora: LoraSpec) -> Iterator[tuple[int, int
             yield rows, columns
 
 
-def adapter_params(model: ModelSpec, lora: LoraSpec) -> int:
+def adapter_params(model: ModelSpec, lora: LoraSpec, *, active: bool = False) -> int:
+    """Count the parameters of the adapters. `active`: count only those that one token uses."""
     if isinstance(model, TransformersModel):
         sizes = (part.count * sum(sum(size) for size in traced_adapters(part, lora)) for part in model.blocks)
         return lora.rank * sum(sizes)
     decoder = adapted_decoder(model, lora)
     if decoder is None:
         return 0
-    layers = (decoder.is_expert_layer(layer) for layer in range(decoder.num_layers))
-    return lora.rank * sum(sum(sum(sizes) for sizes in adapted_matrices(decoder, experts, lora)) for experts in layers)
+    kinds = Counter(decoder.is_expert_layer(layer) for layer in range(decoder.num_layers))
+    total = 0
+    for kind, layers in kinds.items():
+        adapted = list(adapted_matrices(decoder, kind, lora))
+        total += layers * sum(lora.rank * sum(sizes) for sizes in adapted)
+        total += layers * sum(outputs for outputs, _ in adapted) * lora.magnitude
+        for target, (held, inputs, outputs) in expert_stacks(decoder, kind).items():
+            assert decoder.experts is not None
+            used = decoder.experts.top_k if active else held
+            total += layers * lora.rank * used * (inputs + outputs) * (target in lora.targets)
+    return total

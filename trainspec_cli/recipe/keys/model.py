@@ -158,6 +158,11 @@ class ExpertSpec:
     def has_choice_bias(self) -> bool:
         return self.choice_bias or self.balance_rate > 0
 
+    @property
+    def shared_width(self) -> int:
+        """Return the total width of the shared experts."""
+        return self.shared_experts * (self.shared_expert_ffn_size or self.expert_ffn_size)
+
 
 class LayerNorms(NamedTuple):
     """Which norms a part of a layer has."""

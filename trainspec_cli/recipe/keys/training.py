@@ -61,6 +61,21 @@ class ScheduleSpec:
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters of a decoder or hybrid that are trained differently, or not at all."""
+
+    match: str
+    """Pattern of the engine's parameter names, in which `*` also matches dots: `*norm*`, `embed.*`, `blocks.0.*`,
+    `*.attention.q.weight`. The first group that matches a name applies. A pattern without a match is an error."""
+    decay: NonNegativeFloat | None = None
+    """Weight decay; null: that of `optim.weight_decay`."""
+    lr_scale: PositiveFloat = 1.0
+    """Factor of the learning rate."""
+    frozen: bool = False
+    """Keep the parameters at their initial values: they have no gradients and no optimizer state."""
+
+
+@dataclass(frozen=True)
 class OptimSpec:
     lr: PositiveFloat
     """The peak learning rate."""
@@ -78,7 +93,9 @@ class OptimSpec:
     momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
     """muon: decay rate of a matrix's momentum (Nesterov)."""
     weight_decay: NonNegativeFloat = 0.1
-    """Weight decay, which applies only to matrices, not to norms and biases."""
+    """Weight decay, which applies only to matrices, not to norms and biases, unless a group has its own."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Other settings for some parameters, such as `[{match: "*norm*", decay: 0}, {match: "embed.*", frozen: true}]`."""
     grad_clip_norm: PositiveFloat | None = 1.0
     """Maximum norm of all gradients together; if it is exceeded, they are scaled down to it. null: no clipping."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
@@ -259,6 +276,10 @@ NF4_CHUNK = 2**24
 """Number of weights that are dequantised at a time; this limits the memory that fp32 values take."""
 TARGETS = ("q", "k", "v", "out", "gate", "up", "down")
 """The matrices of attention and feed-forward, by their names in the engine."""
+EXPERT_TARGETS = ("experts.up", "experts.down")
+"""The matrices of routed experts; the first contains those of the gate."""
+GROUPED_ROWS = 8
+"""Grouped matmuls need rows of whole 16 bytes, so experts' adapters need a rank that is a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +289,12 @@ class LoraSpec:
     alpha: PositiveFloat = 16.0
     """The output of the adapters is scaled by alpha / rank."""
     targets: tuple[str, ...] = TARGETS
-    """The matrices of each block that get an adapter; routed experts do not get one."""
+    """The matrices of each block that get an adapter: `q k v out gate up down`, and those of routed experts,
+    `experts.up` (with the gate) and `experts.down`, one adapter for each expert. These need a rank that is a multiple
+    of 8."""
+    magnitude: bool = False
+    """Also train the length of each row of the adapted matrices (DoRA, arXiv:2402.09353); adapters then change only the
+    rows' directions."""
     base: Literal["full", "nf4"] = "full"
     """How the frozen matrices of the blocks are stored: unquantised, or in 4-bit NormalFloat (QLoRA), with 4.127 bits
     per weight and a copy on each data-parallel rank. Embedding, head and norms are never quantised."""
@@ -281,6 +307,11 @@ class LoraSpec:
     def is_quantised(self) -> bool:
         """Return whether the frozen matrices of the blocks are stored in 4 bits."""
         return self.rank > 0 and self.base == "nf4"
+
+    @property
+    def expert_targets(self) -> tuple[str, ...]:
+        """Return the targets that are matrices of routed experts."""
+        return tuple(target for target in self.targets if target in EXPERT_TARGETS)
 
 
 # The formats in which data-parallel ranks exchange data.

@@ -21,7 +21,15 @@ from trainspec_cli.recipe.keys.model import (
     departs,
 )
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.keys.training import NF4_BLOCK, ONLY_REHEARSED, TARGETS, FaultSyntaxError, parse_faults
+from trainspec_cli.recipe.keys.training import (
+    EXPERT_TARGETS,
+    GROUPED_ROWS,
+    NF4_BLOCK,
+    ONLY_REHEARSED,
+    TARGETS,
+    FaultSyntaxError,
+    parse_faults,
+)
 from trainspec_cli.recipe.records import UNKNOWN
 
 
@@ -89,14 +97,35 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, "precision.matmul", "set precision.matmul=compute")
     if isinstance(spec.model, TransformersModel):  # the names of its layers were checked when it was counted
         return
-    unknown = [target for target in spec.lora.targets if target not in TARGETS]
+    known = (*TARGETS, *EXPERT_TARGETS)
+    unknown = [target for target in spec.lora.targets if target not in known]
     if unknown or not spec.lora.targets:
-        message = f"`lora.targets` is {list(spec.lora.targets)}; allowed are {', '.join(TARGETS)}"
+        message = f"`lora.targets` is {list(spec.lora.targets)}; allowed are {', '.join(known)}"
         yield Problem("wrong_choice", message, "lora.targets", "set lora.targets=[q,v]")
+    if not spec.lora.expert_targets:
+        return
+    if spec.lora.magnitude:
+        message = (
+            "`lora.magnitude` needs matrices of their own, but those of experts are stacked (PEFT has no such adapters)"
+        )
+        yield Problem("unsupported", message, "lora.magnitude", "set lora.magnitude=false, or remove experts.*")
+    if not isinstance(spec.model, DecoderModel) or spec.model.experts is None:
+        message = f"`lora.targets` names {' and '.join(spec.lora.expert_targets)}, but the model has no routed experts"
+        yield Problem("contradiction", message, "lora.targets", "set lora.targets=[q,v]")
+    if spec.lora.rank % GROUPED_ROWS:
+        message = (
+            f"adapters of experts need a rank that is a multiple of {GROUPED_ROWS}; `lora.rank` is {spec.lora.rank}"
+        )
+        rank = GROUPED_ROWS * -(-spec.lora.rank // GROUPED_ROWS)
+        yield Problem("not_divisible", message, "lora.rank", f"set lora.rank={rank}")
+
+
+WHOLE_ROWS = ("hidden_size", "experts.expert_ffn_size")
+"""Rows of matrices that tensor parallelism does not divide."""
 
 
 def quantised_base(spec: RunSpec) -> Iterator[Problem]:
-    """Reject 4-bit matrices outside dense layers, and rows that tp does not divide into complete blocks."""
+    """Reject 4-bit matrices of latent attention, and rows that tp does not divide into complete blocks."""
     model = spec.model
     if not spec.lora.is_quantised:
         return
@@ -104,21 +133,25 @@ def quantised_base(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", reason, "lora.base", "set lora.base=full")
     if not isinstance(model, DecoderModel):
         return
-    if model.experts is not None or model.mla is not None:
-        kind = "routed experts" if model.experts is not None else "latent attention"
-        message = f"only the matrices of attention and feed-forwards can be stored in 4 bits, and the model has {kind}"
+    if model.mla is not None:
+        message = "the matrices of latent attention cannot be stored in 4 bits"
         yield Problem("unsupported", message, "lora.base", "set lora.base=full")
         return
     if spec.offload != "none":
         message = f"`offload` is {spec.offload}, which moves parameters to host memory; 4-bit ones stay on the device"
         yield Problem("unsupported", message, "offload", "set offload=none")
-    heads = model.num_heads * model.head_dim
     tp = size_of(spec.layout, "tp")
-    for field, size in (("hidden_size", model.hidden_size), ("ffn_size", model.ffn_size), ("head_dim", heads)):
+    rows = {"hidden_size": model.hidden_size, "head_dim": model.num_heads * model.head_dim}
+    if model.experts is None or any(not model.is_expert_layer(layer) for layer in range(model.num_layers)):
+        rows["ffn_size"] = model.ffn_size
+    if model.experts is not None:
+        rows["experts.expert_ffn_size"] = model.experts.expert_ffn_size  # ep divides the experts, but tp does not
+        rows |= {"experts.shared_experts": model.experts.shared_width} if model.experts.shared_experts else {}
+    for field, size in rows.items():
         if size % 2:
             message = f"4-bit weights are stored in pairs, but rows of {size} (`model.{field}`) are not divisible by 2"
             yield Problem("not_divisible", message, "lora.base", "set lora.base=full")
-        elif tp > 1 and field != "hidden_size" and size % (tp * NF4_BLOCK):  # tp divides the rows of these
+        elif tp > 1 and field not in WHOLE_ROWS and size % (tp * NF4_BLOCK):  # tp divides the rows of these
             # Suggest only a value that passes this rule.
             largest = max(n for n in range(1, tp) if n == 1 or size % (n * NF4_BLOCK) == 0)
             message = f"rows of {size} (`model.{field}`) do not split into {tp} (layout.tp) x blocks of {NF4_BLOCK}"

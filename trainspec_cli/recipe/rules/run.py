@@ -7,6 +7,8 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -17,6 +19,7 @@ from trainspec_cli.recipe.field_types import AUTO, Range, ranges_of
 from trainspec_cli.recipe.keys.kernels import TORCH
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import (
+    DecoderModel,
     HybridModel,
     ModelSpec,
     OwnModel,
@@ -26,8 +29,9 @@ from trainspec_cli.recipe.keys.model import (
 )
 from trainspec_cli.recipe.keys.run import SOURCES, DataSpec, Documents, PartSpec, RunSpec
 from trainspec_cli.recipe.keys.training import BLOCK, ON_DEVICE, OPTIMIZERS, QUANTISED_ROW, QUANTISED_SIZE, RampStage
+from trainspec_cli.recipe.parameter_names import group_of, is_frozen, parameter_names
 from trainspec_cli.recipe.records import UNKNOWN
-from trainspec_cli.recipe.rules.layout import size_of
+from trainspec_cli.recipe.rules.layout import pipeline_of, size_of
 from trainspec_cli.recipe.user_code import BLOCK as OWN_BLOCK
 from trainspec_cli.recipe.user_code import (
     CALLBACK,
@@ -177,7 +181,52 @@ def _rows_cut_by_tp(model: TextModel, lora_rank: int) -> dict[str, int]:
     return {key: row for key, row in rows.items() if row >= QUANTISED_ROW and row * others >= QUANTISED_SIZE}
 
 
-OPTIM_RULES = (muon_models, offloaded_state, blocks_of_changed_layouts)
+GROUPS = "optim.groups"
+
+
+def parameter_groups(spec: RunSpec) -> Iterator[Problem]:
+    """Require patterns that match, and parameters that can be frozen."""
+    groups = spec.optim.groups
+    if not groups:
+        return
+    model = spec.model
+    if not isinstance(model, DecoderModel | HybridModel):
+        message = f"`{GROUPS}` needs the names of parameters, which are only known for decoders and hybrids"
+        yield Problem("unsupported", message, GROUPS, f"remove {GROUPS}")
+        return
+    if spec.lora.rank:
+        message = f"`{GROUPS}` and `lora.rank` both choose what is trained; `lora.targets` chooses the adapters"
+        yield Problem("contradiction", message, GROUPS, f"remove {GROUPS}, or set lora.rank=0")
+        return
+    names = parameter_names(model)
+    for number, group in enumerate(groups):
+        matched = [name for name in names if fnmatchcase(name, group.match)]
+        path = f"{GROUPS}.{number}.match"
+        if not matched:
+            near = get_close_matches(group.match, names, n=3, cutoff=0.0)
+            message = f"`{group.match}` matches none of the {len(names)} parameters; the nearest: {', '.join(near)}"
+            yield Problem("wrong_choice", message, path, f"for example, set {path}={near[0]}")
+        elif all(group_of(name, groups) is not group for name in matched):
+            first = next(other.match for other in groups if group_of(matched[0], groups) is other)
+            message = f"earlier groups, such as `{first}`, match all parameters of `{group.match}`"
+            yield Problem("contradiction", message, path, "put the narrower pattern first")
+        if group.frozen and (group.decay is not None or group.lr_scale != 1):
+            message = f"the parameters of `{group.match}` are frozen, so they have no learning rate or weight decay"
+            yield Problem("contradiction", message, path, "remove decay and lr_scale, or frozen")
+    if not any(group.frozen for group in groups):
+        return
+    if all(is_frozen(name, groups) for name in names):
+        message = f"`{GROUPS}` freezes all parameters, so nothing is trained"
+        yield Problem("contradiction", message, GROUPS, "leave some parameters out")
+    if pipeline_of(spec.layout).splits_backward:
+        message = f"{spec.layout.pipeline_schedule} defers the gradients of all weights, so none can be frozen"
+        yield Problem("unsupported", message, "layout.pipeline_schedule", "set layout.pipeline_schedule=1f1b")
+    if spec.precision.matmul == "fp8":
+        message = "fp8 layers compute the gradients of their weights, so these cannot be frozen"
+        yield Problem("unsupported", message, "precision.matmul", "set precision.matmul=compute")
+
+
+OPTIM_RULES = (parameter_groups, muon_models, offloaded_state, blocks_of_changed_layouts)
 
 
 # Rules for user-defined code: it must exist, accept the engine's call, and the recipe must specify what it needs. None

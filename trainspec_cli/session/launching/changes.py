@@ -40,6 +40,7 @@ FIXED = {
     "data.tokenizer": ("the model was trained with this tokenizer", OTHER_MODEL),
     "lora": ("the checkpoint holds adapters of this shape and scale", MERGED),
     "optim.name": ("the checkpoint holds the state of this optimizer", SAME_WEIGHTS),
+    "optim.groups": ("the checkpoint holds the state of the parameters that these groups train", SAME_WEIGHTS),
     "init": ("the run has started, and its weights come from its checkpoint", OTHER_MODEL),
     "data.seq_len": ("the position in the data is counted in samples of this length", SAME_WEIGHTS),
     "batching.global_batch_size": ("the position in the data is counted in steps of this size", SAME_WEIGHTS),

@@ -67,6 +67,7 @@ OFF: Mapping[str, JsonValue] = {
     "fault": "",
     "init.from": None,
     "lora.rank": 0,
+    "optim.groups": [],
     "optim.options": {},
     "precision.matmul": "compute",
     "train.callbacks": [],

@@ -26,6 +26,7 @@ from trainspec_cli.recipe.keys.model import (
 )
 from trainspec_cli.recipe.keys.run import Recompute
 from trainspec_cli.recipe.keys.training import LoraSpec
+from trainspec_cli.recipe.parameter_names import block_names
 
 # The sizes of a layer (`Shape`), and the parts that all kinds of layers share: norms, regions, feed-forwards.
 
@@ -48,6 +49,8 @@ class Shape:
     lora: LoraSpec = field(default_factory=LoraSpec)
     compiled: bool = False
     """True if element-wise operations are fused."""
+    frozen: frozenset[str] = frozenset()
+    """Names of the block's parameters that the recipe freezes. The tape knows only blocks that are frozen entirely."""
 
     @property
     def tokens(self) -> float:
@@ -122,7 +125,18 @@ def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: 
     if not rank or name not in shape.lora.targets:
         return y
     narrow = tape.linear(x, tape.leaf(rank * inputs, frozen=False), tokens * rank)
-    return tape.add(y, tape.copy(tape.linear(narrow, tape.leaf(outputs * rank, frozen=False), tokens * outputs)))
+    y = tape.add(y, tape.copy(tape.linear(narrow, tape.leaf(outputs * rank, frozen=False), tokens * outputs)))
+    return magnified(tape, y, shape, name, outputs * inputs, outputs) if shape.lora.magnitude else y
+
+
+def magnified(tape: Tape, y: Value, shape: Shape, name: str, weights: int, outputs: int) -> Value:
+    """Record the scaling of the outputs of an adapted matrix to its rows' magnitudes (DoRA), and the bias that follows.
+    The lengths of the rows need the matrix with its adapter merged in."""
+    tape.merge(weights, dequantises=shape.lora.is_quantised)
+    y = tape.mul(y, tape.leaf(outputs, frozen=False))
+    model = shape.decoder
+    biased = model.mlp_bias if name in ("gate", "up") else model.attention_bias != "none" and name in ("q", "k", "v")
+    return tape.copy(y) if biased else y
 
 
 def region(tape: Tape, x: Value, shape: Shape, part: Part) -> Value:
@@ -498,7 +512,7 @@ def mixture(tape: Tape, x: Value, shape: Shape) -> Value:
 
 def shared_experts(tape: Tape, x: Value, shape: Shape) -> Value:
     spec = shape.experts
-    return feed_forward_of(tape, x, shape, spec.shared_experts * (spec.shared_expert_ffn_size or spec.expert_ffn_size))
+    return feed_forward_of(tape, x, shape, spec.shared_width)
 
 
 # Router
@@ -637,17 +651,29 @@ def products(tape: Tape, x: Value, shape: Shape) -> Value:
     expert = tape.new(rows if spec.bias else 0.0, INDEX)
     tape.move(*spec.bias * BIAS_KERNELS)
     x = without_dropped(tape, x, shape)
-    inner = grouped(tape, x, halves * spec.expert_ffn_size, rows, held)
+    inner = grouped(tape, x, shape, "experts.up", halves * spec.expert_ffn_size, rows, held)
     inner = add_bias(tape, inner, expert, shape)
     inner = activated(tape, inner, shape)
-    y = grouped(tape, inner, shape.hidden, rows, held)
+    y = grouped(tape, inner, shape, "experts.down", shape.hidden, rows, held)
     y = add_bias(tape, y, expert, shape)
     return without_dropped(tape, y, shape)
 
 
-def grouped(tape: Tape, x: Value, width: int, rows: float, experts: float) -> Value:
-    weight = tape.leaf(experts * width * x.elements / rows)
-    return tape.apply((x, weight), rows * width, saved=(x if weight.node else weight,), costly=True)
+def grouped(tape: Tape, x: Value, shape: Shape, name: str, width: int, rows: float, experts: float) -> Value:
+    """Record a multiplication of each row by its expert's matrix, including the adapters if there are any."""
+    inputs, rank = x.elements / rows, shape.lora.rank
+
+    def multiply(x: Value, weight: Value, width: int) -> Value:
+        return tape.apply((x, weight), rows * width, saved=(x if weight.node else weight,), costly=True)
+
+    if shape.lora.is_quantised:
+        y = tape.dequantised_linear(x, experts * width * inputs, rows * width)
+    else:
+        y = multiply(x, tape.leaf(experts * width * inputs), width)
+    if not rank or name not in shape.lora.targets:
+        return y
+    narrow = multiply(x, tape.leaf(experts * inputs * rank, frozen=False), rank)
+    return tape.add(y, tape.copy(multiply(narrow, tape.leaf(experts * rank * width, frozen=False), width)))
 
 
 def add_bias(tape: Tape, y: Value, expert: Value, shape: Shape) -> Value:
@@ -885,7 +911,9 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
 def profile_block(shape: Shape, recompute: Recompute, split: bool, predicts: bool = False) -> BlockProfile:
     """Profile one layer, forward and backward. `split`: whether weight gradients are computed later. `predicts`: it is
     a prediction layer."""
-    tape = Tape(shape.width, fp8=shape.fp8, frozen=shape.lora.rank > 0, fuses=shape.compiled)
+    names = block_names(shape.model, shape.layer, predicts=predicts)
+    all_frozen = bool(shape.frozen) and shape.frozen.issuperset(names)
+    tape = Tape(shape.width, fp8=shape.fp8, frozen=shape.lora.rank > 0 or all_frozen, fuses=shape.compiled)
     tape.put_off = [] if split else None
     source = tape.leaf(shape.outside_tokens * shape.hidden, frozen=False)
     if predicts:

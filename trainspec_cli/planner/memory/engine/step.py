@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from typing import Literal, Protocol, cast
@@ -17,6 +17,10 @@ from trainspec_cli.planner.memory.engine.units import (
     block_unit,
     experts_unit,
     freeze,
+    frozen_block,
+    frozen_experts,
+    frozen_names,
+    frozen_outside,
     outside_unit,
     state_bytes,
     update_bytes,
@@ -33,7 +37,8 @@ from trainspec_cli.recipe.keys.model import (
     loss_group_tokens,
 )
 from trainspec_cli.recipe.keys.run import Recompute, RunSpec
-from trainspec_cli.recipe.keys.training import KeptState, LoraSpec
+from trainspec_cli.recipe.keys.training import KeptState, LoraSpec, ParameterGroup
+from trainspec_cli.recipe.parameter_names import is_frozen
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import parts_for
 
@@ -62,6 +67,8 @@ class EngineRun:
     """Bytes that an outer optimizer keeps per trained parameter (`KEPT_BYTES`)."""
     offloads: bool = False
     """True if shards, their gradients and the optimizer state are in host memory."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """The recipe's parameter groups, which may freeze parameters."""
 
 
 def run_of(plan: Plan) -> EngineRun:
@@ -78,9 +85,10 @@ def run_of(plan: Plan) -> EngineRun:
         spec.optim.kept_state,
         spec.precision.matmul,
         spec.lora,
-        spec.compile and fuses_countably(model, spec.lora, spec.precision.matmul, plan.compute),
+        spec.compile and fuses_countably(model, spec.lora, spec.precision.matmul, plan.compute, spec.optim.groups),
         outer_bytes_of(spec),
         plan.offload != "none",
+        spec.optim.groups,
     )
 
 
@@ -95,11 +103,14 @@ def is_counted(model: ModelSpec, offload: str) -> bool:
     return bool(model.record.memory) and model.is_built and (offload == "none" or isinstance(model, TextModel))
 
 
-def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str) -> bool:
+def fuses_countably(
+    model: ModelSpec, lora: LoraSpec, matmul: str, compute: str, groups: tuple[ParameterGroup, ...] = ()
+) -> bool:
     """Return whether the count covers fusion in the model's compiled blocks. It does for blocks whose weights are all
     trained, with full attention and feed-forwards in a single format; it has not been compared with the compiled graphs
     of other blocks."""
-    if not has_layer_list(model) or lora.rank or matmul not in ("compute", compute):
+    frozen = lora.rank or any(group.frozen for group in groups)
+    if not has_layer_list(model) or frozen or matmul not in ("compute", compute):
         return False
     layers = set(model.layer_list)
     plain = all(set(layer.mixers) <= {"attention", "feed_forward"} for layer in layers)
@@ -431,29 +442,40 @@ class _Replay:
         stages = self.layout.num_stages
         held = cut_layers(self.model.num_layers, self.layout)[stage] if stages > 1 else range(self.model.num_layers)
         first, last = stage == 0, stage == stages - 1
-        outside = Sharded(freeze(outside_unit(self.model, self.layout, first, last), self.given.lora))
+        whole = outside_unit(self.model, self.layout, first, last)
+        unit = frozen_outside(whole, self.model, first, last, self.given.groups)
+        outside = Sharded(freeze(unit, self.given.lora))
         keeps, offloads = self.layout.keeps_parameters, self.given.offloads
         sharding = Sharding(self.account, self.width, self.reduce_width, keeps=keeps, offloads=offloads)
-        held_layers = [self.layers[layer] for layer in held]
-        makers = {layer: self._maker(layer) for layer in set(held_layers)}
-        blocks = [makers[layer]() for layer in held_layers]
+        groups = self.given.groups
+        kinds = [
+            (self.layers[number], frozen_names(self.model, number, self.layers[number], groups), False)
+            for number in held
+        ]
         further = self.model.prediction_layers if last else 0
-        if further:
-            make = self._maker(self.layers[-1], predicts=True)
-            blocks += [make() for _ in range(further)]
+        for number in range(self.model.num_layers, self.model.num_layers + further):
+            kinds.append(
+                (self.layers[-1], frozen_names(self.model, number, self.layers[-1], groups, predicts=True), True)
+            )
+        makers = {kind: self._maker(*kind) for kind in set(kinds)}
+        blocks = [makers[kind]() for kind in kinds]
         return _Stage(first, last, blocks, outside, sharding, self.micro_batches, further)
 
-    def _maker(self, layer: Layer, *, predicts: bool = False) -> Callable[[], _Block]:
+    def _maker(self, layer: Layer, frozen: frozenset[str], predicts: bool) -> Callable[[], _Block]:
         """Return a function that creates blocks of one kind, which share everything except gathered parameters."""
         model, layout, lora = self.model, self.layout, self.given.lora
-        profile = profile_block(shape_of(self.given, model, layer), self.given.recompute, self.split, predicts)
+        shape = replace(shape_of(self.given, model, layer), frozen=frozen)
+        profile = profile_block(shape, self.given.recompute, self.split, predicts)
         spread = layout.ep > 1 and "experts" in layer.mixers
-        experts = freeze(experts_unit(model, layout), lora) if spread else None
+        experts = experts_unit(model, layout, lora) if spread else None
+        experts = frozen_experts(experts, layer, model, frozen) if experts else None
         own, whole = (
             block_unit(model, layer, layout, lora, predicts=predicts),
-            freeze(whole_experts(model, layer, layout), lora),
+            whole_experts(model, layer, layout, lora),
         )
-        return lambda: _Block(profile, Sharded(own), Sharded(experts) if experts else None, whole)
+        own = frozen_block(own, model, layer, layout, frozen, predicts=predicts)
+        whole = frozen_experts(whole, layer, model, frozen)
+        return lambda: _Block(profile, Sharded(own), Sharded(experts) if experts and experts.matrices else None, whole)
 
     def run(self) -> PeakMemory:
         self._hold_state()
@@ -543,7 +565,7 @@ class _Replay:
 
     @property
     def _trains_head(self) -> bool:
-        return not self.given.lora.rank
+        return trains_head(self.given, self.model)
 
     def _loss(self, stage: _Stage) -> None:
         """Count the loss, which keeps the gradients of the hidden states and, in fp32, those of the head."""
@@ -648,6 +670,11 @@ class _Replay:
             stage.outside.gradient_bytes = table * width
 
 
+def trains_head(run: EngineRun, model: TextModel) -> bool:
+    name = "embed.weight" if model.tied_embeddings else "head.weight"
+    return not run.lora.rank and not is_frozen(name, run.groups)
+
+
 def loss_bytes(run: EngineRun, model: TextModel) -> float:
     """Return the peak bytes of the loss, excluding the head's fp32 gradient, which lasts until the backward pass."""
     logits, temporaries, product = loss_parts(run, model)
@@ -660,7 +687,7 @@ def loss_parts(run: EngineRun, model: TextModel) -> tuple[float, float, float]:
     width, rows = WIDTHS[run.compute], model.vocab_size // run.layout.tp
     tokens = run.samples * (run.seq_len // run.layout.cp)
     chunk = loss_chunk_tokens(rows)
-    trained = not run.lora.rank
+    trained = trains_head(run, model)
     group = min(tokens, loss_group_tokens(model.hidden_size, width, chunk) if trained else chunk)
     table = trained * rows * model.hidden_size
     narrow = width < 4.0

@@ -406,6 +406,13 @@ class Tape:
         out.node.backward = backward
         return out
 
+    def merge(self, weights: float, *, dequantises: bool) -> None:
+        """Allocate a matrix with its adapter merged in, which a forward pass frees again."""
+        if self.saves < self.saves_left:
+            whole = weights * self.width
+            dequantised = whole + PRECISE * weights / NF4_BLOCK + min(weights, NF4_CHUNK) * (PRECISE + NF4_INDEX)
+            self._pass(max(2 * whole, dequantised) if dequantises else whole)
+
     def _pass(self, size: float) -> None:
         """Allocate this number of bytes and free them immediately."""
         self.meter.grow(size)

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
-from trainspec_cli.planner.workload import adapted_decoder, adapted_matrices
+from trainspec_cli.planner.workload import Stack, adapted_decoder, adapted_matrices, expert_stacks, quantised_matrices
 from trainspec_cli.planner.workload import quantised_bytes as quantised_bytes_of
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import (
@@ -16,10 +17,21 @@ from trainspec_cli.recipe.keys.model import (
     HybridModel,
     Layer,
     LayerNorms,
+    ModelSpec,
     TextModel,
     embeds_at_both_ends,
+    has_layer_list,
 )
-from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_SIZE, STACKED_VALUES, KeptState, LoraSpec
+from trainspec_cli.recipe.keys.training import (
+    BLOCK,
+    QUANTISED_ROW,
+    QUANTISED_SIZE,
+    STACKED_VALUES,
+    KeptState,
+    LoraSpec,
+    ParameterGroup,
+)
+from trainspec_cli.recipe.parameter_names import block_names, is_frozen, outside_names
 
 Matrix = tuple[int, int]
 """(rows, elements per row), after tensor parallelism."""
@@ -66,24 +78,99 @@ class Unit:
         return float(max((rows * row for rows, row in self.matrices), default=0))
 
 
-def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec, *, predicts: bool = False) -> Unit:
-    """Return the parameters of a block. `predicts`: a prediction layer, with a projection and three more norms."""
-    early, shards = whole_experts(model, layer, layout).full, layout.shards
-    matrices = tuple(block_matrices(model, layer, layout))
+def matrices_of(model: TextModel, layer: Layer, layout: Layout, *, predicts: bool) -> Iterator[Matrix]:
+    """Yield the parameters of a block, without routed experts that are spread over ranks. `predicts`: a prediction
+    layer, with a projection and three more norms."""
     if predicts:
         hidden = model.hidden_size
-        matrices = ((hidden, 2 * hidden), *norm_vectors(model.as_decoder, hidden) * 3, *matrices)
+        yield from ((hidden, 2 * hidden), *norm_vectors(model.as_decoder, hidden) * 3)
+    yield from block_matrices(model, layer, layout)
+
+
+def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec, *, predicts: bool = False) -> Unit:
+    """Return the parameters of a block. All 4-bit matrices of the layer belong to this unit, including those of experts
+    that are spread over ranks."""
+    whole, shards = whole_experts(model, layer, layout, lora), layout.shards
+    matrices = [*matrices_of(model, layer, layout, predicts=predicts), *whole.matrices]
     decoder = adapted_decoder(model, lora)
     if decoder is None:
-        return Unit(matrices, shards, early=early)
-    sizes = adapted_matrices(decoder, "experts" in layer.mixers, lora, layout.tp)
+        return Unit(tuple(matrices), shards, early=whole.full)
+    has_experts = "experts" in layer.mixers
+    sizes = adapted_matrices(decoder, has_experts, lora, layout.tp)
+    adapters = [
+        part
+        for rows, columns in sizes
+        for part in ((lora.rank, columns), (rows, lora.rank), *((rows, 1),) * lora.magnitude)
+    ]
     quantised_bytes = 0.0
     if lora.is_quantised:
-        held = [matrix for matrix in matrices if matrix[1] > 1]
-        quantised_bytes = sum(quantised_bytes_of(*matrix, layout.tp) + NF4_TABLES_BYTES for matrix in held)
-        matrices = tuple(matrix for matrix in matrices if matrix[1] == 1)
-    adapters = tuple(half for rows, columns in sizes for half in ((lora.rank, columns), (rows, lora.rank)))
-    return Unit(matrices + adapters, shards, adapters=adapters, quantised_bytes=quantised_bytes)
+        held = quantised_matrices(decoder, has_experts, layout.tp)
+        for matrix in held:
+            matrices.remove(matrix)
+        stacks = expert_stacks(decoder, has_experts, layout.ep).values()
+        parts = [(rows, columns, layout.tp) for rows, columns in held]
+        parts += [(experts * rows, columns, layout.ep) for experts, rows, columns in stacks]
+        quantised_bytes = sum(quantised_bytes_of(*part) + NF4_TABLES_BYTES for part in parts)
+    trained = (*adapters, *(whole.adapters or ()))
+    return Unit((*matrices, *adapters), shards, adapters=trained, quantised_bytes=quantised_bytes)
+
+
+def frozen_block(
+    unit: Unit, model: TextModel, layer: Layer, layout: Layout, frozen: frozenset[str], *, predicts: bool = False
+) -> Unit:
+    """Return the unit of a block, with only the parameters trained whose names within the block are not in `frozen`."""
+    if not frozen:
+        return unit
+    own = matrices_of(model, layer, layout, predicts=predicts)
+    matrices = (*own, *whole_experts(model, layer, layout, LoraSpec()).matrices)
+    names = islice(
+        block_names(model, layer, predicts=predicts), len(matrices)
+    )  # experts that are spread over ranks come last
+    trained = tuple(matrix for name, matrix in zip(names, matrices, strict=True) if name not in frozen)
+    return replace(unit, adapters=trained)
+
+
+def frozen_experts(unit: Unit, layer: Layer, model: TextModel, frozen: frozenset[str]) -> Unit:
+    """Do the same for the unit of experts."""
+    if not frozen or not unit.matrices:
+        return unit
+    names = [name for name in block_names(model, layer) if ".experts." in name]
+    trained = tuple(matrix for name, matrix in zip(names, unit.matrices, strict=True) if name not in frozen)
+    return replace(unit, adapters=trained)
+
+
+def frozen_names(
+    model: TextModel, number: int, layer: Layer, groups: Sequence[ParameterGroup], *, predicts: bool = False
+) -> frozenset[str]:
+    """Return the names within a block, without its prefix, that the recipe freezes."""
+    if not groups:
+        return frozenset()
+    names = block_names(model, layer, predicts=predicts)
+    return frozenset(name for name in names if is_frozen(f"blocks.{number}.{name}", groups))
+
+
+def frozen_outside(unit: Unit, model: TextModel, first: bool, last: bool, groups: Sequence[ParameterGroup]) -> Unit:
+    """Freeze the parameters outside the blocks that the recipe freezes."""
+    if not groups:
+        return unit
+    names = outside_names(model, first=first, last=last)
+    pairs = zip(names, unit.matrices, strict=True)
+    return replace(unit, adapters=tuple(matrix for name, matrix in pairs if not is_frozen(name, groups)))
+
+
+def frozen_params(model: ModelSpec, groups: Sequence[ParameterGroup]) -> int:
+    """Return the number of parameters that the recipe freezes."""
+    if not groups or not has_layer_list(model):
+        return 0
+    outside = outside_unit(model, Layout(), first=True, last=True)
+    units = [(outside, frozen_outside(outside, model, True, True, groups))]
+    further = (model.layer_list[-1],) * model.prediction_layers
+    for number, layer in enumerate((*model.layer_list, *further)):
+        predicts = number >= model.num_layers
+        unit = block_unit(model, layer, Layout(), LoraSpec(), predicts=predicts)
+        frozen = frozen_names(model, number, layer, groups, predicts=predicts)
+        units.append((unit, frozen_block(unit, model, layer, Layout(), frozen, predicts=predicts)))
+    return int(sum(whole.full - trained.trained.full for whole, trained in units))
 
 
 def freeze(unit: Unit, lora: LoraSpec) -> Unit:
@@ -154,46 +241,65 @@ def _feed_forward(model: DecoderModel, tp: int) -> Iterator[Matrix]:
 
 
 def _mixture(model: DecoderModel, layout: Layout) -> Iterator[Matrix]:
-    """Yield the matrices of a mixture of experts in a block's unit. Experts that are spread over ranks form a separate
-    unit."""
+    """Yield the matrices of a mixture of experts in a block's unit, except for the routed experts."""
     spec, hidden = model.experts, model.hidden_size
     assert spec is not None
     yield spec.num_experts, hidden
     if spec.bias:
         yield spec.num_experts, 1
     if spec.shared_experts:
-        yield from _glu(model, spec.shared_experts * (spec.shared_expert_ffn_size or spec.expert_ffn_size) // layout.tp)
+        yield from _glu(model, spec.shared_width // layout.tp)
     if spec.shared_gate:
         yield 1, hidden
-    if layout.ep == 1:
-        yield from ((experts, rows * row) for experts, rows, row in expert_matrices(model, 1))
 
 
-def expert_matrices(model: DecoderModel, ep: int) -> Iterator[tuple[int, int, int]]:
-    spec, hidden = model.experts, model.hidden_size
-    assert spec is not None
-    held, up = spec.num_experts // ep, spec.expert_ffn_size * (2 if model.gated_mlp else 1)
-    yield from ((held, hidden, up), (held, spec.expert_ffn_size, hidden))
-    if spec.bias:
-        yield from ((held, up, 1), (held, hidden, 1))
+def _expert_parameters(model: DecoderModel, ep: int, lora: LoraSpec) -> tuple[list[Stack], list[Stack]]:
+    """Return a rank's (experts, rows, elements per row) of the experts' frozen or trained parameters that are not in 4
+    bits, and of their adapters."""
+    assert model.experts is not None
+    stacks = expert_stacks(model, is_expert_layer=True, ep=ep)
+    held = [] if lora.is_quantised else [*stacks.values()]
+    if model.experts.bias:
+        held += [(experts, outputs, 1) for experts, _, outputs in stacks.values()]
+    adapters = [
+        half
+        for target, (experts, inputs, outputs) in stacks.items()
+        if lora.rank and target in lora.targets
+        for half in ((experts, inputs, lora.rank), (experts, lora.rank, outputs))
+    ]
+    return held, adapters
 
 
-def experts_unit(model: TextModel, layout: Layout) -> Unit:
+def experts_unit(model: TextModel, layout: Layout, lora: LoraSpec) -> Unit:
     """Return the experts of one rank of ep, sharded over the remaining ranks: by row if only the row counts divide
     evenly, otherwise by expert."""
-    decoder = model.as_decoder
     shards = layout.expert_ranks // layout.ep
-    shapes = list(expert_matrices(decoder, layout.ep))
-    if shapes[0][0] % shards == 0 or any(rows % shards for _, rows, _ in shapes):
-        return Unit(tuple((experts, rows * row) for experts, rows, row in shapes), shards)
-    return Unit(tuple((rows, experts * row) for experts, rows, row in shapes), shards, reorders=shards > 1)
+    held, adapters = _expert_parameters(model.as_decoder, layout.ep, lora)
+    shapes = [*held, *adapters]
+    by_row = shards > 1 and all(experts % shards for experts, _, _ in shapes)
+    by_row = by_row and not any(rows % shards for _, rows, _ in shapes)
+    return _stacked(held, adapters, shards, lora, by_row=by_row)
 
 
-def whole_experts(model: TextModel, layer: Layer, layout: Layout) -> Unit:
+def whole_experts(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -> Unit:
     """Return the experts that are part of a block's unit."""
-    decoder = model.as_decoder
-    held = expert_matrices(decoder, 1) if "experts" in layer.mixers and layout.ep == 1 else ()
-    return Unit(tuple((experts, rows * row) for experts, rows, row in held), layout.shards)
+    if "experts" not in layer.mixers or layout.ep > 1:
+        return _stacked([], [], layout.shards, lora)
+    return _stacked(*_expert_parameters(model.as_decoder, 1, lora), layout.shards, lora)
+
+
+def _stacked(
+    held: Sequence[Stack], adapters: Sequence[Stack], shards: int, lora: LoraSpec, *, by_row: bool = False
+) -> Unit:
+    """Return a unit of stacked matrices, which are divided by expert or by row."""
+
+    def matrices(stacks: Sequence[Stack]) -> tuple[Matrix, ...]:
+        if by_row:
+            return tuple((rows, experts * row) for experts, rows, row in stacks)
+        return tuple((experts, rows * row) for experts, rows, row in stacks)
+
+    trained = matrices(adapters) if lora.rank else None
+    return Unit(matrices([*held, *adapters]), shards, reorders=by_row, adapters=trained)
 
 
 def _mamba(model: HybridModel, tp: int) -> Iterator[Matrix]:

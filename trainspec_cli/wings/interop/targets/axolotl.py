@@ -95,6 +95,7 @@ MODEL = (
     Line("lora.base", "adapter", Choice({"full": "lora", "nf4": "qlora"}), when=(ADAPTED,)),
     Line("lora.base", "load_in_4bit", Choice({"full": False, "nf4": True}), when=(ADAPTED,)),
     Line("lora.rank", "lora_r", when=(ADAPTED,)),
+    Line("lora.magnitude", "peft_use_dora", when=(ADAPTED,)),
     Line("lora.alpha", "lora_alpha", WholeNumber(), when=(ADAPTED,)),
     Line("lora.targets", "lora_target_modules", Modules(), when=(ADAPTED,)),
 )
