@@ -45,6 +45,7 @@ from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import (
     ConvModel,
+    DecoderModel,
     Layer,
     TextModel,
     has_layer_list,
@@ -421,7 +422,7 @@ def _exchanges_s(
     hidden_ep = eff.ep_overlap
     if groups["ep"].crosses and software.grouped_experts:
         hidden_ep = eff.ep_overlap_network
-    if software.overlap_experts:
+    if overlaps_experts(setup):
         hidden_ep = 0.0  # `beside_another` hides them behind a whole layer
     tp = work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff) * (1 - hidden_tp)
     cp = all_gather_s(groups["cp"], work.cp_bytes, eff) * (1 - eff.cp_overlap)
@@ -604,10 +605,16 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     return replace(once, head=head)
 
 
+def overlaps_experts(setup: Setup) -> bool:
+    """Return whether exchanges with experts overlap with another micro-batch: Megatron-Core interleaves two only for
+    its GPTModel (`build_schedule_plan`), not for hybrid models."""
+    return setup.software.overlap_experts and setup.grad_accum > 1 and isinstance(setup.model, DecoderModel)
+
+
 def beside_another(layer: LayersPart, setup: Setup, eff: Efficiency) -> LayersPart:
     """Return the layer with only the exposed part of its exchanges with experts, if they run while another micro-batch
     is computed."""
-    if not setup.software.overlap_experts or setup.grad_accum == 1:
+    if not overlaps_experts(setup):
         return layer
     one_way = (layer.forward + layer.backward) / 2
     return replace(layer, ep=exposed_s(layer.ep, one_way, setup, eff))

@@ -268,6 +268,8 @@ def state(row: Row) -> Stated:
     if facts.block_recompute and (row.get("act_ckpt") or "").lower() == "full":
         recompute, is_open = RECOMPUTE["none"], True
     software = software_of(row, facts)
+    if facts.packed_tokens and row.get("task") in ("sft", "lora") and isinstance(model, DecoderModel):
+        model = replace(model, sliding_window=facts.packed_tokens, global_attention_every=0)
     images = model.unit == "samples"
     is_adapter = any("lora" in (row.get(column) or "").lower() for column in ("task", "metric"))
     setup = Setup(

@@ -110,6 +110,9 @@ class FrameworkSpec:
     block_recompute: bool = False
     """Full recomputation is set to as few layers as are needed (`recompute_method: block`), so a table that states
     `full` leaves their number open."""
+    packed_tokens: PositiveInt | None = None
+    """Length of the samples that fine-tuning recipes pack into a sequence, whose attention does not cross samples;
+    null: samples fill their sequence."""
     expandable_segments: bool = False
     """Its launcher sets `expandable_segments:True` for PyTorch's allocator, which reduces fragmentation. This is
     assumed to be available only on NVIDIA devices."""
