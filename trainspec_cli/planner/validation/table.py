@@ -310,7 +310,8 @@ def software_of(row: Row, facts: FrameworkSpec) -> Software:
         sums = wire = "compute"
     elif STATED_SUMS.search(notes):
         sums = "fp32"
-    compiled = (row.get("compile") or "").lower() in ("1", "1.0", "true")
+    stated = (row.get("compile") or "").lower()
+    compiled = stated in ("1", "1.0", "true") if stated else facts.compiles
     software = describe_software(facts, sharding, compiled, sums, wire)
     quantised = re.search(r"quant=(\S+)", row.get("dtype") or "")
     base_bytes = QUANTISED_BYTES.get(quantised.group(1)) if quantised else None
@@ -388,6 +389,8 @@ def network_of(text: str, per_node: int, chip: AcceleratorSpec) -> tuple[float, 
 def recompute_of(row: Mapping[str, str], model: ModelSpec, layout: Layout) -> tuple[Recompute, bool]:
     """Return (recomputation, whether the row leaves it open)."""
     text = (row.get("act_ckpt") or "unstated").lower()
+    if likely := re.match(r"unstated\(likely ([^)]+)\)", text):
+        text = likely.group(1)
     if text in ("none", "no", "0", "off"):
         return RECOMPUTE["none"], False
     blocks = re.match(r"full_block\((\d+)", text)

@@ -87,6 +87,8 @@ class FrameworkSpec:
     XLA). A run that compiles its blocks always has them."""
     fused_loss: bool = False
     """Softmax and loss over the vocabulary are a single kernel in each direction, even without torch.compile."""
+    compiles: bool = False
+    """Blocks are compiled unless a run says otherwise, so a table that leaves `compile` empty means compiled blocks."""
     compiles_loss: bool = True
     """A run that compiles its blocks also compiles the loss."""
     cut_logit_bytes: NonNegativeFloat | None = None
