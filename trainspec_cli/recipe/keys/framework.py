@@ -138,6 +138,8 @@ class FrameworkSpec:
     ends of a pipeline."""
     shifted_logits: bool = False
     """The loss reads a copy of the logits that is shifted by one token."""
+    allocator_peaks: bool = False
+    """The peaks that it prints are those of PyTorch's allocator, which count neither the device's context nor NCCL."""
     gb_bytes: PositiveFloat = GIB
     """Number of bytes in one GB as printed by the framework: most tools use 2**30, as drivers do."""
     states: ShardingFacts = field(default_factory=ShardingFacts)
