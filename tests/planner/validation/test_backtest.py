@@ -93,7 +93,7 @@ def test_step_time_error_does_not_grow(throughput: Backtest) -> None:
 def test_nine_in_ten_unseen_runs_lie_within_the_interval_that_a_plan_states(unseen: Backtest) -> None:
     summary = report(unseen).summary
     assert summary.unseen and summary.fitted is None and summary.unseen.rows == 178
-    assert 1.6 < summary.unseen.known_within <= STEP_TIME_KNOWN_WITHIN, "neither too narrow nor wider than it must be"
+    assert 1.35 < summary.unseen.known_within <= STEP_TIME_KNOWN_WITHIN, "neither too narrow nor wider than it must be"
     dense = unseen.errors(lambda p: p.row["family"] == "dense")
     experts = unseen.errors(lambda p: p.row["family"] == "moe")
     assert (len(dense), len(experts)) == (166, 12)
@@ -104,8 +104,8 @@ def test_nine_in_ten_unseen_runs_lie_within_the_interval_that_a_plan_states(unse
 
 def test_the_figures_of_unseen_runs_do_not_grow(unseen: Backtest) -> None:
     summary = report(unseen).summary
-    assert summary.unseen and summary.unseen.mape < 0.2145 and summary.unseen.median_ape < 0.2105
-    assert summary.memory_mape is not None and summary.memory_mape < 0.165
+    assert summary.unseen and summary.unseen.mape < 0.1685 and summary.unseen.median_ape < 0.1775
+    assert summary.memory_mape is not None and summary.memory_mape < 0.1235
 
 
 def test_rows_are_divided_by_what_the_efficiencies_were_fitted_to(throughput: Backtest, unseen: Backtest) -> None:
