@@ -52,7 +52,9 @@ def describe(errors: list[float]) -> str:
     within = math.log(STEP_TIME_KNOWN_WITHIN)
     held = np.mean(np.abs(np.log1p(errors)) <= within)
     nine = np.quantile(np.abs(np.log1p(errors)), 0.9)
-    text = "{:5d} rows   mean {:5.1%}   median {:5.1%}   bias {:+6.1%}   nine in ten within x{:.2f}   inside x{} {:4.0%}"
+    text = (
+        "{:5d} rows   mean {:5.1%}   median {:5.1%}   bias {:+6.1%}   nine in ten within x{:.2f}   inside x{} {:4.0%}"
+    )
     return text.format(
         len(errors), size.mean(), np.median(size), np.median(errors), math.exp(nine), STEP_TIME_KNOWN_WITHIN, held
     )
