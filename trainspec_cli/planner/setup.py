@@ -70,6 +70,7 @@ class Software:
     overlap_tp: bool = True
     split_sends: bool = True
     grouped_experts: bool = True
+    overlap_experts: bool = False
     expandable_segments: bool = False
     graphs: bool = False
     grad_bytes: float = 4.0
@@ -170,6 +171,7 @@ def describe_software(
         overlap_tp=facts.overlap_tp,
         split_sends=facts.split_sends,
         grouped_experts=facts.grouped_experts,
+        overlap_experts=facts.overlap_experts,
         expandable_segments=facts.expandable_segments,
         graphs=facts.graphs,
         unshards_pipelines=facts.unshards_pipelines,

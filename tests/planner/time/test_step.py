@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -53,7 +53,7 @@ from trainspec_cli.planner.time.step import (
 )
 from trainspec_cli.planner.workload import Core, Gemm, Work
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.plan import Candidate, StepTime
@@ -115,6 +115,30 @@ def test_exchanges_inside_a_layer(software: Software, ep: Group, expected: tuple
     groups = {"tp": ring(2), "cp": ring(2), "ep": ep}
     found = part_of(work, setup_of(Layout(tp=2), software=software), RATES, groups, EFF)
     assert (found.tp, found.cp, found.ep) == pytest.approx(expected)
+
+
+EXPERTS = ExpertSpec(num_experts=16, top_k=2, expert_ffn_size=128)
+
+
+def test_exchanges_with_experts_hide_behind_another_micro_batch() -> None:
+    """Without a second micro-batch, or in a hybrid model, they are exposed as without the overlap."""
+    layout = Layout(dp_shard=4, ep=4, zero_stage=1)
+    groups = {axis: ring(1) for axis in ("tp", "cp", "dp")} | {"ep": ring(4)}
+
+    def layer_of(overlap: bool, accum: int = 8) -> LayersPart:
+        software = Software(counted=False, overlap_experts=overlap)
+        setup = setup_of(layout, accum, software=software)
+        model = replace(cast("DecoderModel", setup.model), experts=EXPERTS)
+        return micro_batch(replace(setup, model=model), groups, EFF).layer
+
+    apart, beside = layer_of(False), layer_of(True)
+    whole_s = apart.ep / (1 - EFF.ep_overlap)
+    room_s = EFF.dp_overlap * (apart.forward + apart.backward) / 2
+    hidden_s = min(whole_s, room_s)
+    assert 0 < hidden_s < whole_s
+    assert beside.ep == pytest.approx(whole_s - hidden_s + EFF.contention * hidden_s)
+    assert replace(beside, ep=apart.ep) == apart
+    assert layer_of(True, accum=1).ep == pytest.approx(layer_of(False, accum=1).ep)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -647,7 +671,7 @@ def test_formats_have_their_widths(matmul: str, compute: str, element: float, wi
 
 
 def test_tensor_cores_have_a_generation_by_what_they_multiply() -> None:
-    plain = replace(CHIP, matmul_bf16_tflops=0.0, fp8_tflops=0.0, fp4_tflops=0.0)
+    plain = replace(CHIP, bf16_tflops=312.0, matmul_bf16_tflops=0.0, fp8_tflops=0.0, fp4_tflops=0.0)
     old = replace(plain, bf16_tflops=0.0, fp16_tflops=100.0)
     chips = [old] + [
         replace(plain, fp8_tflops=fp8, fp4_tflops=fp4) for fp8, fp4 in ((0.0, 0.0), (1.0, 0.0), (1.0, 2.0))

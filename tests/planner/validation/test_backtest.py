@@ -85,15 +85,15 @@ def measured_peaks(corrected_memory: Backtest) -> list[Prediction]:
 def test_step_time_error_does_not_grow(throughput: Backtest) -> None:
     summary = report(throughput).summary
     assert summary.judged == 1092
-    assert summary.step_time_mape < 0.09
-    assert summary.step_time_median_ape < 0.065
+    assert summary.step_time_mape < 0.081
+    assert summary.step_time_median_ape < 0.061
     assert abs(summary.bias) < 0.015
 
 
 def test_nine_in_ten_unseen_runs_lie_within_the_interval_that_a_plan_states(unseen: Backtest) -> None:
     summary = report(unseen).summary
     assert summary.unseen and summary.fitted is None and summary.unseen.rows == 178
-    assert 1.6 < summary.unseen.known_within <= STEP_TIME_KNOWN_WITHIN, "neither too narrow nor wider than it must be"
+    assert 1.35 < summary.unseen.known_within <= STEP_TIME_KNOWN_WITHIN, "neither too narrow nor wider than it must be"
     dense = unseen.errors(lambda p: p.row["family"] == "dense")
     experts = unseen.errors(lambda p: p.row["family"] == "moe")
     assert (len(dense), len(experts)) == (166, 12)
@@ -104,8 +104,8 @@ def test_nine_in_ten_unseen_runs_lie_within_the_interval_that_a_plan_states(unse
 
 def test_the_figures_of_unseen_runs_do_not_grow(unseen: Backtest) -> None:
     summary = report(unseen).summary
-    assert summary.unseen and summary.unseen.mape < 0.2145 and summary.unseen.median_ape < 0.2105
-    assert summary.memory_mape is not None and summary.memory_mape < 0.165
+    assert summary.unseen and summary.unseen.mape < 0.1685 and summary.unseen.median_ape < 0.1775
+    assert summary.memory_mape is not None and summary.memory_mape < 0.1235
 
 
 def test_rows_are_divided_by_what_the_efficiencies_were_fitted_to(throughput: Backtest, unseen: Backtest) -> None:
@@ -125,9 +125,9 @@ def geometric_mean(values: Iterable[float | None]) -> float:
 def test_no_prediction_changes_unnoticed(throughput: Backtest, memory: Backtest) -> None:
     """Whoever changes a constant or a formula sees by how much, compares the errors above, and writes the new means."""
     found, peaks = throughput.predictions, memory.predictions
-    assert geometric_mean(p.step_time_s for p in found) == pytest.approx(3.25171187, rel=1e-7)
-    assert geometric_mean(p.tokens_s_gpu for p in found) == pytest.approx(1875.56499, rel=1e-7)
-    assert geometric_mean(p.peak_memory_bytes for p in found) == pytest.approx(6.1329082e10, rel=1e-7)
+    assert geometric_mean(p.step_time_s for p in found) == pytest.approx(3.25895233, rel=1e-7)
+    assert geometric_mean(p.tokens_s_gpu for p in found) == pytest.approx(1871.39803, rel=1e-7)
+    assert geometric_mean(p.peak_memory_bytes for p in found) == pytest.approx(6.23545599e10, rel=1e-7)
     assert geometric_mean(p.memory_bytes for p in found) == pytest.approx(5.59243242e10, rel=1e-7)
     assert geometric_mean(p.peak_memory_bytes for p in peaks) == pytest.approx(5.56855236e10, rel=1e-7)
     assert geometric_mean(p.memory_bytes for p in peaks) == pytest.approx(2.18616425e9, rel=1e-7)
@@ -137,16 +137,16 @@ def test_the_columns_are_read_as_they_were(throughput: Backtest, memory: Backtes
     assert geometric_mean(p.measured_step_time_s for p in throughput.predictions) == pytest.approx(3.25496634, rel=1e-7)
     assert geometric_mean(p.measured_memory_bytes for p in memory.predictions) == pytest.approx(2.15970482e9, rel=1e-7)
     assumed = Counter(name for p in throughput.predictions for name in p.assumed)
-    assert assumed == {"recompute": 342, "mbs": 47, "head_dim": 43, "interconnect": 36, "layer pattern": 27}
+    assert assumed == {"recompute": 358, "mbs": 47, "head_dim": 43, "interconnect": 36, "layer pattern": 27}
     summary = report(throughput).summary
     assert (summary.rows, summary.predicted, summary.refused) == (1194, 1181, 13)
     no_batch, no_gpus = " mbs and gbs ", " n_gpus "
     assert [count for reason, count in summary.refused_by_reason.items() if no_batch in reason] == [8]
     (batch, fours), (gpus, threes) = report(memory).summary.refused_by_reason.items()
     assert (no_batch in batch, fours, no_gpus in gpus, threes) == (True, 4, True, 3)
-    assert summary.step_time_mape == pytest.approx(0.0887305, rel=1e-5)
-    assert summary.step_time_median_ape == pytest.approx(0.0631327, rel=1e-5)
-    assert summary.bias == pytest.approx(0.00209418, rel=1e-5)
+    assert summary.step_time_mape == pytest.approx(0.0805231, rel=1e-5)
+    assert summary.step_time_median_ape == pytest.approx(0.0605407, rel=1e-5)
+    assert summary.bias == pytest.approx(0.00904732, rel=1e-5)
     assert summary.memory_worst_under == pytest.approx(-0.268193, rel=1e-5)
     assert sum(ranking.loss for ranking in rank_sweeps(throughput.predictions)) == pytest.approx(0.252683, rel=1e-5)
     assert next(iter(summary.by_gpu)) == "H100-SXM-80GB", "the largest group comes first"
@@ -156,11 +156,11 @@ def test_the_columns_are_read_as_they_were(throughput: Backtest, memory: Backtes
 @pytest.mark.parametrize(
     ("source", "most"),
     [
-        ("MLPerf Training", 0.095),
-        ("NVIDIA/dgxc-benchmarking", 0.098),
-        ("NVIDIA-NeMo/Megatron-Bridge", 0.123),
-        ("mosaicml/llm-foundry", 0.055),
-        ("bigscience-workshop/bigscience", 0.073),
+        ("MLPerf Training", 0.087),
+        ("NVIDIA/dgxc-benchmarking", 0.091),
+        ("NVIDIA-NeMo/Megatron-Bridge", 0.104),
+        ("mosaicml/llm-foundry", 0.045),
+        ("bigscience-workshop/bigscience", 0.061),
     ],
 )
 def test_no_source_is_bought_with_another(throughput: Backtest, source: str, most: float) -> None:

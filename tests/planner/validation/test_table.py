@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator, models
-from trainspec_cli.planner.setup import Software, describe_software
+from trainspec_cli.planner.setup import RECOMPUTE, Software, describe_software
 from trainspec_cli.planner.validation.backtest import predict
 from trainspec_cli.planner.validation.table import (
     RowRefused,
@@ -20,7 +20,7 @@ from trainspec_cli.planner.validation.table import (
     recompute_of,
     state,
 )
-from trainspec_cli.planner.validation.table import software_of as software_and_whether_open
+from trainspec_cli.planner.validation.table import software_of as software_from
 from trainspec_cli.recipe.keys.framework import FrameworkSpec, ShardingFacts, StateFacts
 from trainspec_cli.recipe.keys.layout import SHARDINGS, Layout
 from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel
@@ -62,6 +62,8 @@ def test_networks(text: str, per_node: int, gbit: float, kind: str | None) -> No
         ("selective_op", 0.5, 1.0, False),
         ("selective", 0.0, 1.0, False),
         ("unstated", 0.0, 1.0, True),
+        ("unstated(likely full)", 1.0, 1.0, False),
+        ("unstated(depends)", 0.0, 1.0, True),
     ],
 )
 def test_recompute(text: str, matmul: float, layers: float, is_open: bool) -> None:
@@ -232,14 +234,21 @@ MEASURED = Path(__file__).parents[2] / "data" / "measured"
 
 
 def software_of(row: dict[str, str]) -> Software:
-    return software_and_whether_open(row)[0]
+    return software_from(row, framework_of(row)[0])
 
 
 @pytest.mark.parametrize(
     ("cells", "file"),
     [
         ({"framework": "NeMo/Megatron-Core", "year": "2025"}, "nemo_2025"),
-        ({"framework": "Megatron-Bridge/Megatron-Core", "year": "2026"}, "nemo"),
+        ({"framework": "Megatron-Bridge/Megatron-Core", "year": "2026"}, "nemo_2026_05"),
+        ({"framework": "Megatron-Bridge", "year": "2025", "table": "25.10 NeMo Container"}, "nemo_2025"),
+        ({"framework": "Megatron-Bridge", "year": "2025", "table": "25.11 NeMo Container"}, "nemo_2026_05"),
+        ({"framework": "Megatron-Bridge", "year": "2026", "table": "26.06.01 NeMo Container"}, "nemo"),
+        ({"framework": "NeMo", "year": "2025", "table": "v25.05"}, "nemo_2025"),
+        ({"framework": "NeMo", "year": "2026", "table": "v3.26.06 and 126.06"}, "nemo_2026_05"),
+        ({"framework": "Primus", "year": "2026"}, "primus"),
+        ({"source": "MooreThreads/SimuMax", "framework": "Megatron-LM 0.14", "year": "2026"}, "megatron_plain"),
         ({"framework": "Megatron-LM", "year": "2019"}, "megatron_2022"),
         ({"framework": "megatron-lm"}, "megatron"),
         ({"framework": "Megatron-DeepSpeed", "year": "2024"}, "megatron_deepspeed"),
@@ -365,3 +374,26 @@ def test_optimizers_over_lists_of_tensors_need_temporaries() -> None:
 def test_flat_buckets_are_held_where_gradients_are_flattened() -> None:
     flat = software_of({"framework": "DeepSpeed", "dp_mode": "ddp_zero1"})
     assert flat.bucket_bytes > software_of({"framework": "torchtitan", "dp_mode": "fsdp_zero3"}).bucket_bytes
+
+
+def test_full_recomputation_by_blocks_leaves_the_number_of_layers_open() -> None:
+    full = ROW | {"act_ckpt": "full", "framework": "Megatron-LM"}
+    assert not state(full).recompute_open and state(full).setup.recompute == RECOMPUTE["full"]
+    by_blocks = state(full | {"source": "MLPerf Training"})
+    assert by_blocks.recompute_open and by_blocks.setup.recompute == RECOMPUTE["none"]
+    assert not state(full | {"source": "MLPerf Training", "act_ckpt": "full_block(2 layers)"}).recompute_open
+
+
+@pytest.mark.parametrize(("task", "framework", "window"), [
+    ("sft", "NeMo", 256), ("lora", "NeMo", 256), ("pretrain", "NeMo", None), ("sft", "Megatron-LM", None),
+])  # fmt: skip
+def test_fine_tuning_packs_short_samples(task: str, framework: str, window: int | None) -> None:
+    model = state(ROW | {"task": task, "framework": framework}).setup.model
+    assert isinstance(model, DecoderModel)
+    assert {layer.window for layer in model.layer_list} == {window}
+
+
+def test_what_a_framework_compiles_by_default_is_compiled_where_a_row_does_not_say() -> None:
+    stated = [software_of({"framework": "fms-fsdp", "compile": cell}).fused_kernels for cell in ("", "1", "0")]
+    assert stated == [True, True, False]
+    assert not software_of({"framework": "torchtitan", "compile": ""}).fused_kernels

@@ -56,81 +56,81 @@ class Efficiency:
 
     Fractions refer to the chip's sustained matmul rate, its memory bandwidth or a link's bandwidth."""
 
-    matmul: float = 0.937
+    matmul: float = 0.918
     """Matmul rate in training as a fraction of the best measured one, which benefits from higher clocks and warm
     caches."""
-    matmul_fp8: float = 0.913
-    matmul_fp4: float = 0.674
-    gemm_memory: float = 0.472
+    matmul_fp8: float = 0.851
+    matmul_fp4: float = 0.664
+    gemm_memory: float = 0.428
     """Fraction of a matrix multiplication's memory traffic that its arithmetic does not hide."""
-    kernel_s: float = 6.38e-06
+    kernel_s: float = 7.22e-06
     """Ramp-up and tail time of one kernel on the device."""
-    tail_waves: float = 0.466
+    tail_waves: float = 0.408
     """Fraction of a wave of tiles that is idle at the end of a matrix multiplication."""
-    misalignment: float = 0.36
+    misalignment: float = 0.457
     """Fraction of the rate lost each time the largest power of two dividing a matrix dimension halves below 64
     (tensor-core tiles)."""
-    attention_forward: float = 0.694
+    attention_forward: float = 0.848
     """Rate of fused attention relative to the sustained bf16 matmul rate."""
-    attention_backward: float = 0.605
-    attention_older: float = 0.626
+    attention_backward: float = 0.637
+    attention_older: float = 0.592
     """Rate of attention kernels written for the previous chip generation, relative to those written for the chip's own;
     applied once per generation."""
-    exponentials: float = 0.497
+    exponentials: float = 0.513
     """Fraction of attention's exponentials that its matrix multiplications do not hide."""
-    memory: float = 0.877
+    memory: float = 0.916
     """Fraction of the memory bandwidth that element-wise kernels achieve."""
-    cache_reuse: float = 0.372
+    cache_reuse: float = 0.288
     """Fraction of the memory traffic that is saved by a cache much larger than the tensors."""
-    elementwise: float = 1.11
+    elementwise: float = 0.996
     """Actual number of passes over memory, relative to the number counted for lightly fused kernels."""
-    elementwise_eager: float = 1.48
+    elementwise_eager: float = 1.58
     """The same ratio if every operation is a separate kernel."""
-    issue: float = 1.06
+    issue: float = 1.26
     """Number of passes through the load and store units, per pass of an element-wise kernel, that memory traffic does
     not hide."""
-    cast_fp8: float = 0.746
+    cast_fp8: float = 0.667
     """Number of passes over a matmul's inputs for fp8 scaling and casting."""
-    launch_s: float = 8.46e-06
+    launch_s: float = 9.26e-06
     """Host time to launch one kernel without graphs or compilation."""
-    link_nvswitch: float = 0.684
-    link_mesh: float = 0.714
-    link_pcie: float = 0.473
-    nic: float = 0.673
-    all_to_all: float = 0.643
+    link_nvswitch: float = 0.607
+    link_mesh: float = 0.746
+    link_pcie: float = 0.386
+    nic: float = 0.685
+    all_to_all: float = 0.672
     """Rate of an all-to-all inside a scale-up domain, relative to a ring, because of many small messages and
     permutations."""
-    collective_latency_s: float = 1.52e-05
-    hop_latency_s: float = 1.51e-06
+    collective_latency_s: float = 1.58e-05
+    hop_latency_s: float = 1.53e-06
     """Latency added by each additional rank of a ring."""
-    tp_overlap: float = 0.713
+    tp_overlap: float = 0.743
     """Fraction of tensor-parallel traffic that is hidden behind matmuls, except for a ring's first chunk."""
-    cp_overlap: float = 0.721
-    ep_overlap: float = 0.328
-    ep_overlap_network: float = 0.503
+    cp_overlap: float = 0.788
+    ep_overlap: float = 0.351
+    ep_overlap_network: float = 0.524
     """Hidden fraction of the traffic to experts on other nodes, if the schedule overlaps it."""
-    dp_overlap: float = 0.8
+    dp_overlap: float = 0.851
     """Fraction of the backward (or forward) pass that can hide data-parallel traffic."""
-    pp_overlap: float = 0.471
-    contention: float = 0.226
+    pp_overlap: float = 0.443
+    contention: float = 0.29
     """Slowdown of computation by concurrent traffic, as a fraction of the traffic's time."""
-    expert_imbalance: float = 0.201
+    expert_imbalance: float = 0.209
     """Load of the busiest expert relative to the mean, minus one."""
-    experts_ungrouped: float = 1.39
+    experts_ungrouped: float = 1.41
     """Time of an expert layer with 16 experts per rank that run one after another, relative to a grouped kernel."""
-    jitter: float = 0.0103
+    jitter: float = 0.00925
     """Fraction added to the step time by waiting for the slowest device, per doubling of the device count."""
-    optimizer_passes: float = 1.22
+    optimizer_passes: float = 1.25
     """Memory traffic of the optimizer relative to the ideal."""
-    step_s: float = 0.02
+    step_s: float = 0.0204
     """Host work between steps: clipping, logging, and receiving data from the loader."""
-    step_graphed_s: float = 0.00441
+    step_graphed_s: float = 0.00461
     """Host work between steps if kernel launches are replayed from a graph."""
-    bubble: float = 0.898
+    bubble: float = 0.837
     """Pipeline bubble relative to the ideal."""
-    conv: float = 0.886
+    conv: float = 0.952
     """Rate of convolutions relative to a matrix multiplication of the same size."""
-    conv_memory: float = 1.02
+    conv_memory: float = 1.03
     """Actual number of passes over the activations of a convolutional network, relative to the number counted."""
 
     def as_dict(self) -> dict[str, float]:

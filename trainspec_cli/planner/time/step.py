@@ -45,6 +45,7 @@ from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import (
     ConvModel,
+    DecoderModel,
     Layer,
     TextModel,
     has_layer_list,
@@ -421,6 +422,8 @@ def _exchanges_s(
     hidden_ep = eff.ep_overlap
     if groups["ep"].crosses and software.grouped_experts:
         hidden_ep = eff.ep_overlap_network
+    if overlaps_experts(setup):
+        hidden_ep = 0.0  # `beside_another` hides them behind a whole layer
     tp = work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff) * (1 - hidden_tp)
     cp = all_gather_s(groups["cp"], work.cp_bytes, eff) * (1 - eff.cp_overlap)
     # Tokens are sent to their experts, and the results are sent back.
@@ -581,7 +584,7 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
         like = dict(zip(map(id, layers), model.layer_list, strict=True))
         kinds = {kind: count_kernels(works, like[kind], setup) for kind, works in kinds.items()}
     mixers = [tuple(part_of(work, setup, rates, groups, eff) for work in works) for works in kinds.values()]
-    parts = list(map(LayersPart.total, mixers))
+    parts = [beside_another(LayersPart.total(each), setup, eff) for each in mixers]
     places = {kind: place for place, kind in enumerate(kinds)}
     order = list(map(places.__getitem__, map(id, layers)))
     ends = []
@@ -600,6 +603,21 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     if setup.tabled:
         return MicroBatch.of((once.layer,), [0] * len(order), embedding, head, rates)
     return replace(once, head=head)
+
+
+def overlaps_experts(setup: Setup) -> bool:
+    """Return whether exchanges with experts overlap with another micro-batch: Megatron-Core interleaves two only for
+    its GPTModel (`build_schedule_plan`), not for hybrid models."""
+    return setup.software.overlap_experts and setup.grad_accum > 1 and isinstance(setup.model, DecoderModel)
+
+
+def beside_another(layer: LayersPart, setup: Setup, eff: Efficiency) -> LayersPart:
+    """Return the layer with only the exposed part of its exchanges with experts, if they run while another micro-batch
+    is computed."""
+    if not overlaps_experts(setup):
+        return layer
+    one_way = (layer.forward + layer.backward) / 2
+    return replace(layer, ep=exposed_s(layer.ep, one_way, setup, eff))
 
 
 def eager_shape(layer: Layer, setup: Setup) -> Shape:

@@ -37,8 +37,11 @@ UNITS = {"GiB": GIB, "MiB": 2**20, "MB": 1e6}
 
 def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
     """Return (predicted, measured) in bytes; (None, None) if the row has no memory value."""
+    facts, _ = framework_of(row)
+    reserved = " reserved" if facts.allocator_peaks else ""
     if number(row, "peak_mem_gib"):
-        return predicted_as(row.get("mem_kind") or "", setup), number(row, "peak_mem_gib", 0.0) * GIB  # type: ignore[operator]
+        measured = number(row, "peak_mem_gib", 0.0) * GIB  # type: ignore[operator]
+        return predicted_as((row.get("mem_kind") or "") + reserved, setup), measured
     metric = row.get("metric") or ""
     unit = row.get("unit") or ""
     value = number(row, "value")
@@ -49,8 +52,8 @@ def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
         layout = replace(setup.layout, sequence_parallel=False)
         baseline = replace(setup, layout=layout, recompute=RECOMPUTE["none"])
         return kept_activation_bytes(setup) / kept_activation_bytes(baseline), value / 100
-    scale = framework_of(row)[0].gb_bytes if unit == "GB" else UNITS.get(unit, GIB)
-    return predicted_as(metric, setup), value * scale
+    scale = facts.gb_bytes if unit == "GB" else UNITS.get(unit, GIB)
+    return predicted_as(metric + reserved, setup), value * scale
 
 
 def predicted_as(metric: str, setup: Setup) -> float:

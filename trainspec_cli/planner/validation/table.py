@@ -264,7 +264,12 @@ def state(row: Row) -> Stated:
     compute, matmul = formats_of(row, chip)
     micro, accum, samples, assumed_batch = batch_of(row, layout)
     recompute, is_open = recompute_of(row, model, layout)
-    software, framework_open = software_of(row)
+    facts, framework_open = framework_of(row)
+    if facts.block_recompute and (row.get("act_ckpt") or "").lower() == "full":
+        recompute, is_open = RECOMPUTE["none"], True
+    software = software_of(row, facts)
+    if facts.packed_tokens and row.get("task") in ("sft", "lora") and isinstance(model, DecoderModel):
+        model = replace(model, sliding_window=facts.packed_tokens, global_attention_every=0)
     images = model.unit == "samples"
     is_adapter = any("lora" in (row.get(column) or "").lower() for column in ("task", "metric"))
     setup = Setup(
@@ -291,12 +296,8 @@ QUANTISED_BYTES = {"nf4": 0.69, "nf4-dq": 0.64, "fp4": 0.69, "int8": 1.1}
 for bitsandbytes' other data (litgpt's tables)."""
 
 
-def software_of(row: Row) -> tuple[Software, bool]:
-    """Return (the framework's properties for this row's run, whether the row leaves the framework open)."""
-    try:
-        facts, is_open = framework_of(row)
-    except UnknownFramework as unknown:
-        raise RowRefused(str(unknown)) from None
+def software_of(row: Row, facts: FrameworkSpec) -> Software:
+    """Return the framework's properties for this row's run."""
     mode = (row.get("dp_mode") or "ddp").lower()
     notes = (row.get("notes") or "").lower()
     sharding: Sharding = "zero1" if "zero1" in mode or "distributed" in mode else "replicated"
@@ -309,11 +310,12 @@ def software_of(row: Row) -> tuple[Software, bool]:
         sums = wire = "compute"
     elif STATED_SUMS.search(notes):
         sums = "fp32"
-    compiled = (row.get("compile") or "").lower() in ("1", "1.0", "true")
+    stated = (row.get("compile") or "").lower()
+    compiled = stated in ("1", "1.0", "true") if stated else facts.compiles
     software = describe_software(facts, sharding, compiled, sums, wire)
     quantised = re.search(r"quant=(\S+)", row.get("dtype") or "")
     base_bytes = QUANTISED_BYTES.get(quantised.group(1)) if quantised else None
-    return (software if base_bytes is None else replace(software, weight_bytes=base_bytes)), is_open
+    return software if base_bytes is None else replace(software, weight_bytes=base_bytes)
 
 
 def batch_of(row: Row, layout: Layout) -> tuple[float, int, float, tuple[str, ...]]:
@@ -387,6 +389,8 @@ def network_of(text: str, per_node: int, chip: AcceleratorSpec) -> tuple[float, 
 def recompute_of(row: Mapping[str, str], model: ModelSpec, layout: Layout) -> tuple[Recompute, bool]:
     """Return (recomputation, whether the row leaves it open)."""
     text = (row.get("act_ckpt") or "unstated").lower()
+    if likely := re.match(r"unstated\(likely ([^)]+)\)", text):
+        text = likely.group(1)
     if text in ("none", "no", "0", "off"):
         return RECOMPUTE["none"], False
     blocks = re.match(r"full_block\((\d+)", text)
@@ -416,7 +420,7 @@ UNSTATED = "pytorch"
 """The file in conf/framework for rows that do not name a framework; it describes plain PyTorch."""
 
 
-class UnknownFramework(ValueError):  # noqa: N818 - a result, not a failure
+class UnknownFramework(RowRefused):
     """No file has the framework's name; the message lists the files and what to write."""
 
 
@@ -427,7 +431,7 @@ def frameworks() -> dict[str, FrameworkSpec]:
 
 
 def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
-    """Return (the framework as of the row's year, whether it is assumed because the row does not name one). Raises
+    """Return (the framework as of the row's date, whether it is assumed because the row does not name one). Raises
     UnknownFramework.
 
     It looks first for a file that claims the entire table, then in the column `framework` or, if that is empty, in
@@ -440,16 +444,31 @@ def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
         for table in one.tables
         if table.source.casefold() == source.casefold()
     ]
-    year = round(float(row["year"])) if row.get("year") else claimed[0][1].year if claimed else None
+    date = date_of(row)
+    if date is None and claimed and claimed[0][1].year:
+        date = claimed[0][1].year, 1
     if claimed:
-        return of_year([one for one, _ in claimed], year), False
+        return of_date([one for one, _ in claimed], date), False
     named = named_in(stated or source)
     if named:
-        return of_year(named, year), False
+        return of_date(named, date), False
     if stated:
         there_are = ", ".join(sorted(frameworks()))
         raise UnknownFramework(f"unknown framework {stated[:40]}: write conf/framework/NAME.yaml (known: {there_are})")
     return frameworks()[UNSTATED], True
+
+
+RELEASE = re.compile(r"(?<![\d.])v?(2\d)\.(0[1-9]|1[0-2])(?![\d])")
+"""A release named by year and month: `25.11 NeMo Container`, `v25.05`."""
+
+
+def date_of(row: Row) -> tuple[int, int] | None:
+    """Return the year and month of a row's software: those of the release that its table names, or the beginning of
+    its year."""
+    release = RELEASE.search(row.get("table") or "")
+    if release:
+        return 2000 + int(release.group(1)), int(release.group(2))
+    return (round(float(row["year"])), 1) if row.get("year") else None
 
 
 def named_in(text: str) -> list[FrameworkSpec]:
@@ -472,9 +491,11 @@ def words_of(text: str) -> tuple[str, ...]:
     return tuple(re.findall(r"[a-z0-9.]+", text.casefold()))
 
 
-def of_year(versions: list[FrameworkSpec], year: int | None) -> FrameworkSpec:
-    """Return the version in use in the given year, or the newest one if the year is unknown."""
-    latest = 10**4
-    reach = [one for one in versions if year is None or (one.until_year or latest) >= year]
-    order = sorted(reach or versions, key=lambda one: one.until_year or latest)
-    return order[-1] if year is None or not reach else order[0]
+def of_date(versions: list[FrameworkSpec], date: tuple[int, int] | None) -> FrameworkSpec:
+    """Return the version in use in the given month, or the newest one if the date is unknown."""
+    order = sorted(versions, key=last_month)
+    return next((one for one in order if date is not None and last_month(one) >= date), order[-1])
+
+
+def last_month(version: FrameworkSpec) -> tuple[int, int]:
+    return version.until_year or 10**4, version.until_month

@@ -63,7 +63,10 @@ class FrameworkSpec:
     """The version, or range of versions, that the facts describe; empty: all versions in use."""
     until_year: PositiveInt | None = None
     """The last year of runs to which these facts apply; null: they still apply. If several files describe a framework,
-    a table row uses the one with the earliest such year that is not before the row's own year."""
+    a table row uses the one with the earliest such date that is not before the row's own date."""
+    until_month: PositiveInt = 12
+    """The last month of `until_year`. Rows that name a release by year and month (`25.11`) have its date; others have
+    only a year, which is taken as its beginning."""
     names: tuple[str, ...] = ()
     """Names of the framework in tables of runs. They match whole words, ignoring case."""
     tables: tuple[TableSpec, ...] = ()
@@ -84,6 +87,8 @@ class FrameworkSpec:
     XLA). A run that compiles its blocks always has them."""
     fused_loss: bool = False
     """Softmax and loss over the vocabulary are a single kernel in each direction, even without torch.compile."""
+    compiles: bool = False
+    """Blocks are compiled unless a run says otherwise, so a table that leaves `compile` empty means compiled blocks."""
     compiles_loss: bool = True
     """A run that compiles its blocks also compiles the loss."""
     cut_logit_bytes: NonNegativeFloat | None = None
@@ -101,6 +106,15 @@ class FrameworkSpec:
     grouped_experts: bool = True
     """Experts run as one grouped kernel, and a token is sent to each node only once, regardless of how many experts it
     visits there."""
+    overlap_experts: bool = False
+    """Tokens travel to experts and back while another micro-batch is computed in the other direction (1F1B overlap of
+    the all-to-all)."""
+    block_recompute: bool = False
+    """Full recomputation is set to as few layers as are needed (`recompute_method: block`), so a table that states
+    `full` leaves their number open."""
+    packed_tokens: PositiveInt | None = None
+    """Length of the samples that fine-tuning recipes pack into a sequence, whose attention does not cross samples;
+    null: samples fill their sequence."""
     expandable_segments: bool = False
     """Its launcher sets `expandable_segments:True` for PyTorch's allocator, which reduces fragmentation. This is
     assumed to be available only on NVIDIA devices."""
@@ -124,6 +138,8 @@ class FrameworkSpec:
     ends of a pipeline."""
     shifted_logits: bool = False
     """The loss reads a copy of the logits that is shifted by one token."""
+    allocator_peaks: bool = False
+    """The peaks that it prints are those of PyTorch's allocator, which count neither the device's context nor NCCL."""
     gb_bytes: PositiveFloat = GIB
     """Number of bytes in one GB as printed by the framework: most tools use 2**30, as drivers do."""
     states: ShardingFacts = field(default_factory=ShardingFacts)
