@@ -207,7 +207,8 @@ def _serve(
     *,
     serves_once: bool = False,
 ) -> int:
-    wire = connect(record, read_secret(run.secret(record.generation)), place)
+    secret = read_secret(run.secret(record.generation))
+    wire = connect(record, secret, place, run_section(plan).node_timeout_s)
     try:
         agent = Agent(wire, run, plan, record, place, requests, serves_once=serves_once)
         code = agent.work() if place < record.num_nodes else agent.stand_by()
@@ -237,11 +238,11 @@ def await_record(run: RunDir, generation: int) -> GenerationRecord:
     return record
 
 
-def connect(record: GenerationRecord, secret: bytes, node: int) -> Wire:
-    """Connect to the hub. Raises MachineError."""
+def connect(record: GenerationRecord, secret: bytes, node: int, timeout_s: float) -> Wire:
+    """Connect to the hub, which may be silent for `timeout_s`. Raises MachineError."""
     address = (record.head, record.hub_port)
     try:
-        wire = call_hub(address, secret)
+        wire = call_hub(address, secret, timeout_s)
     except OSError as error:
         message = f"{socket.gethostname()} cannot reach the first node at {address[0]}:{address[1]}: {error}"
         hint = "allow connections between the job's nodes (a firewall may block them), or check the cable"
