@@ -23,8 +23,9 @@ BEAT_INTERVAL_S = 1.0
 PIECE_BYTES = 65536
 UNREACHABLE_SHARE = 1 / 8
 UNREACHABLE_S = 2.0
-"""A system acknowledges heartbeats even if its processes hang. If it does not within this share of `run.node_timeout_s`,
-and for at least this many seconds, it is off, or a network link is down (TCP_USER_TIMEOUT, RFC 5482; only on Linux)."""
+"""A system acknowledges heartbeats even if its processes hang. If it does not within this share of
+`run.node_timeout_s`, but at least this many seconds, it is off, or a network link is down (TCP_USER_TIMEOUT, RFC 5482;
+only on Linux)."""
 RETRY_S = 0.2
 CALL_TIMEOUT_S = 60.0
 """An agent retries for this many seconds after the hub has closed its connection. (The hub does so when too many agents
