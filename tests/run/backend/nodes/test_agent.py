@@ -125,6 +125,16 @@ def test_an_agent_does_as_the_hub_asks_and_reports_until_it_is_ended(lab: Lab) -
     assert lab.hub.receive() == [GroupExited(0, 1, 3), unknown_start, Goodbye()]
 
 
+def test_a_node_that_failed_repeatedly_is_examined_while_it_stands_by(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examined: list[int] = []
+    monkeypatch.setattr(Agent, "_examine", lambda self: examined.append(self._node))
+    lab.agent._record = replace(lab.record, examine=("examine",), suspects=(agent.node_name(),))
+    lab.script = [EndAgent()]
+    assert (lab.agent.stand_by(), examined) == (0, [1])
+
+
 def test_an_agent_that_stands_by_runs_nothing_until_it_is_ended(lab: Lab) -> None:
     lab.script = [StartGroup(0, 1), StopWorkers(None), EndAgent()]
     assert lab.agent.stand_by() == 0

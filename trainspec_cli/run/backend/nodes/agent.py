@@ -289,8 +289,7 @@ class Agent:
             return CUT_OFF
         if self._plan and (problems := check_machine(self._plan.spec, self._machine)):
             raise MachineError(problems)
-        suspects = self._record.suspects
-        if self._record.examine and (not suspects or node_name() in suspects):
+        if self._record.examine and (not self._record.suspects or self._is_suspect):
             self._examine()
         job = self._kind.build_job(self._part)
         processes.kill(job.launch_id)  # processes left by an agent that was killed on this node
@@ -329,6 +328,8 @@ class Agent:
     def stand_by(self) -> int:
         """Serve the hub until it ends this start, or until a signal asks the agent to stop."""
         environment = self._kind.build_job(self._part).environment
+        if self._is_suspect:
+            self._examine()
         while self._listen() and not self._requests.count:
             self._received.clear()
             if self._part.keeps_standby:
@@ -337,6 +338,11 @@ class Agent:
             return CUT_OFF
         self._wire.send(messages.Goodbye())
         return 0
+
+    @property
+    def _is_suspect(self) -> bool:
+        """Return whether this node has failed repeatedly, so that it is examined before it is used again."""
+        return node_name() in self._record.suspects
 
     def _stop(self, running: RunningNode) -> None:
         """Ask the workers to stop, but only once, even if both Slurm and the hub request it."""
