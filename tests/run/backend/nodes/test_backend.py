@@ -60,6 +60,7 @@ from trainspec_cli.run.recovery.run_state import (
 NOBODY = ("true",)
 """Instead of what starts agents."""
 SOUND = NodeReport("a", 1.0, ())
+FULL = NodeReport("a", 1.0, (Check("disk", "fail", "no space"),))
 SLOW = NodeReport("a", 1.0, (Check("speed", "fail", "it is slow"),))
 
 
@@ -531,7 +532,7 @@ def test_a_command_has_no_check_so_such_a_node_is_used(open_again: Callable[...,
     lab.wait_for(PresenceChanged(0, "there"))
 
 
-@pytest.mark.parametrize(("report", "is_sound"), [(SOUND, True), (SLOW, False)])
+@pytest.mark.parametrize(("report", "is_sound"), [(SOUND, True), (FULL, True), (SLOW, False)])
 def test_such_a_node_is_examined_while_it_stands_by(
     open_again: Callable[..., Lab], report: NodeReport, is_sound: bool
 ) -> None:

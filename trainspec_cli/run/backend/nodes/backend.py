@@ -23,7 +23,7 @@ from trainspec_cli.core.printable import format_duration
 from trainspec_cli.core.wings import Point
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSection
-from trainspec_cli.recipe.results.doctor import FAULTS, NodeReport
+from trainspec_cli.recipe.results.doctor import DISK, FAULTS, NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend.family import Family, start_guard
 from trainspec_cli.run.backend.hub import Came, Hub, Lost, News, RemoteNode, max_pending
@@ -517,7 +517,9 @@ class NodesBackend:
                 continue
             if node.report is None:
                 continue
-            bad = [check for check in node.report.checks if check.status == "fail" or check.name == FAULTS]
+            # The space in the run folder is no fault of the node, and the run trains in that folder.
+            checks = (check for check in node.report.checks if check.name != DISK)
+            bad = [check for check in checks if check.status == "fail" or check.name == FAULTS]
             if bad:
                 cause, times = self._suspects[node.hostname]
                 failed = f"it has failed {times} times for the same cause ({cause}), and its check says: {bad[0].found}"
