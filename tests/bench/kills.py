@@ -536,6 +536,8 @@ def stopped(find: Callable[[Bench, int], list[psutil.Process]]) -> Break:
         _signal(held, signal.SIGSTOP)
         yield
         _signal(held, signal.SIGCONT)
+        for command in bench.commands.values():
+            command.resume()
 
     return breaks
 
