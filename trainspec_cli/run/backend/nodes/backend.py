@@ -409,11 +409,12 @@ class NodesBackend:
             missing = [str(self._number(node)) for node in self._hub.nodes[: self._num_nodes] if not node.is_connected]
             waiting = ""
             # The agent of node 0 is started by this process's job, and may connect later than another node's agent.
+            key = self._join_key
             if missing and self._hub.nodes[0].is_connected:
                 waiting = (
                     f"{self._num_nodes - len(missing)} of {self._num_nodes} nodes have joined; waiting for node "
                     f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''} at {self._reach.head} "
-                    f"(up to {format_duration(self._join_timeout_s)} after the start; {self._kind.join_key})"
+                    f"(up to {format_duration(self._join_timeout_s)} after the start{'; ' if key else ''}{key})"
                 )
             events += [run_state.NodesSeen(hostnames, waiting)]
         events += poll_starts(self._starts)
@@ -542,8 +543,12 @@ class NodesBackend:
 
     @property
     def _join_timeout_s(self) -> float:
-        wanted_s = self._job.join_timeout_s
+        wanted_s = self._job.join_timeout_s if self._job.rejoin_s is None else self._job.rejoin_s
         return run_section(self._plan).join_timeout_s if wanted_s is None else wanted_s
+
+    @property
+    def _join_key(self) -> str:
+        return self._kind.join_key if self._job.rejoin_s is None else ""
 
     def _open_hub(self, secret: bytes, address: str) -> Hub:
         nodes = max(self._num_nodes, len(self._places))
@@ -555,7 +560,7 @@ class NodesBackend:
             listen(address),
             timeout_s=run_section(self._plan).node_timeout_s,
             join_timeout_s=self._join_timeout_s,
-            join_key=self._kind.join_key,
+            join_key=self._join_key,
             welcomes_back=welcomes_back,
             num_own=self._num_nodes,
         )
