@@ -42,6 +42,7 @@ from lab.cluster import ENDED, Cluster
 from lab.groups import check_nothing_was_lost
 from lab.hosts import Hosts
 from lab.machines import Disk, Machine, Machines, Started, lacking
+from lab.ray_hosts import READY
 
 from trainspec_cli.core.reading.files import read_object
 from trainspec_cli.run.backend.processes import workers_among
@@ -58,7 +59,6 @@ END_S = 120.0
 POLL_S = 0.05
 STEP_S = 0.15
 """Steps are slowed to this time, so that few of them have to be made again without faults."""
-RAY_START_S = 20.0
 LOOK_S = 2.0
 """Interval at which Slurm is asked for the job's state."""
 AGENT = "trainspec_cli.run.backend.nodes.agent"
@@ -297,8 +297,14 @@ class RayBench(Bench):
         (out / "gcs").mkdir(exist_ok=True)
 
     def start(self) -> None:
-        super().start()
-        time.sleep(RAY_START_S)
+        for number in self.machines.machines:  # one by one, because Ray gives its processes 15 s to start
+            self.type(number)
+            deadline = time.monotonic() + PATIENCE_S
+            while READY not in self.said_file(number).read_text(errors="replace"):
+                assert time.monotonic() < deadline, f"Ray does not start: {self.said_file(number)}"
+                if number in self.ended():
+                    self.type(number)
+                time.sleep(POLL_S)
         program = [sys.executable, "-m", "trainspec_cli"]
         command = [*program, "resume", str(self.run.root)]
         if not self.run.run_json.exists():
