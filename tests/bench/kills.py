@@ -772,13 +772,14 @@ def undisturbed(bench: Bench, steps: int) -> dict[int, float]:
         done = trainspec(
             *(bench, "launch", *RECIPE, *elastic, f"train.max_steps={steps}", f"run.dir={alone.root}"),
             "checkpoint.interval_steps=null",
+            before=("taskset", "-c", "0"),  # on a busy machine, several threads would wait for one another
         )
         assert done.returncode == 0, done.stdout + done.stderr
     return {event["step"]: event["loss"] for event in read_events(alone.events(0)) if event["type"] == "step"}
 
 
-def trainspec(bench: Bench, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainspec_cli", *arguments]
+def trainspec(bench: Bench, *arguments: str, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    command = [*before, sys.executable, "-m", "trainspec_cli", *arguments]
     return subprocess.run(command, cwd=bench.out, env=bench.environment, capture_output=True, text=True)
 
 
