@@ -602,7 +602,7 @@ KINDS: dict[str, tuple[int, Break]] = {
     "disk full": (3, full_disk),
 }
 RAY_KINDS = KINDS | {
-    "agent killed": (12, kill(actors("Node"))),
+    "agent killed": (12, kill(actors("Agent"))),
     "supervisor killed": (12, kill(actors("Supervisor"))),
     "raylet killed": (12, kill(raylets)),
     "head killed": (12, kill(heads)),
