@@ -42,6 +42,7 @@ from lab.cluster import ENDED, Cluster
 from lab.groups import check_nothing_was_lost
 from lab.hosts import Hosts
 from lab.machines import Disk, Machine, Machines, Started, lacking
+from lab.ray_hosts import READY
 
 from trainspec_cli.core.reading.files import read_object
 from trainspec_cli.run.backend.processes import workers_among
@@ -58,7 +59,6 @@ END_S = 120.0
 POLL_S = 0.05
 STEP_S = 0.15
 """Steps are slowed to this time, so that few of them have to be made again without faults."""
-RAY_START_S = 20.0
 LOOK_S = 2.0
 """Interval at which Slurm is asked for the job's state."""
 AGENT = "trainspec_cli.run.backend.nodes.agent"
@@ -283,7 +283,8 @@ class Bench:
 
 
 class RayBench(Bench):
-    """A Ray cluster: machine 1 is its head and has the launch command, the others train."""
+    """A Ray cluster: machine 1 is its head and has the launch command, the others train. The head's state is on
+    disk."""
 
     first = 2
 
@@ -292,18 +293,28 @@ class RayBench(Bench):
         self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a-token-of-the-lab-0123456789abcdef"}
         for name, value in {"period_ms": 500, "timeout_ms": 2000, "failure_threshold": 3}.items():
             self.environment[f"RAY_health_check_{name}"] = str(value)
-        self._launched: Started | None = None
+        self.environment |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(out / "gcs")}
+        (out / "gcs").mkdir(exist_ok=True)
 
     def start(self) -> None:
-        super().start()
-        time.sleep(RAY_START_S)
+        for number in self.machines.machines:  # one by one, because Ray gives its processes 15 s to start
+            self.type(number)
+            deadline = time.monotonic() + PATIENCE_S
+            while READY not in self.said_file(number).read_text(errors="replace"):
+                assert time.monotonic() < deadline, f"Ray does not start: {self.said_file(number)}"
+                if number in self.ended():
+                    self.type(number)
+                time.sleep(POLL_S)
         program = [sys.executable, "-m", "trainspec_cli"]
         command = [*program, "resume", str(self.run.root)]
         if not self.run.run_json.exists():
             nodes = ("cluster.manager=ray", f"cluster.num_nodes={self.mode.nnodes}")
             command = [*program, "launch", *RECIPE, *LONG, *self.mode.recipe, *nodes, f"run.dir={self.run.root}"]
+        self._trainspec(command)
+
+    def _trainspec(self, command: Sequence[str]) -> None:
         address = {"RAY_ADDRESS": f"{self.machines.hosts.address(1)}:{PORT}"}
-        self._launched = self[1].start(command, self.out, self.environment | address, self.out / "launch.log")
+        self[1].start(command, self.out, self.environment | address, self.out / "launch.log")
 
     def command(self, number: int) -> list[str]:
         of_head = ["--head", f"--port={PORT}", "--include-dashboard=false", "--num-cpus=0"]
@@ -320,12 +331,13 @@ class RayBench(Bench):
         return next((number for number in self.machines.machines if actors("Supervisor")(self, number)), self.first)
 
     def end(self) -> dict[int, int | None]:
-        assert self._launched is not None, "the run was started"
-        self._launched.interrupt()
+        """Stop the run by its folder, because the launch command has died with its machine."""
+        self._trainspec([sys.executable, "-m", "trainspec_cli", "stop", str(self.run.root)])
         deadline = time.monotonic() + END_S
-        while self._launched.exit_code is None and time.monotonic() < deadline:
+        while time.monotonic() < deadline and (self.left() or not self.run.result_json.exists()):
             time.sleep(POLL_S)
-        return {1: self._launched.exit_code}
+        ended = self.run.result_json.exists()
+        return {1: read_object(self.run.result_json)["exit_code"] if ended else None}
 
     def left(self) -> list[str]:
         return [one for one in super().left() if "trainspec_cli" in one or ("ray::" in one and "IDLE" not in one)]
@@ -468,7 +480,15 @@ def actors(name: str) -> Callable[[Bench, int], list[psutil.Process]]:
 
 
 def raylets(bench: Bench, number: int) -> list[psutil.Process]:
-    return [one for one in bench[number].processes() if _words(one)[:1] and _words(one)[0].endswith("/raylet")]
+    return _programs(bench[number], "/raylet")
+
+
+def heads(bench: Bench, _: int) -> list[psutil.Process]:
+    return _programs(bench[1], "/gcs_server")
+
+
+def _programs(machine: Machine, name: str) -> list[psutil.Process]:
+    return [one for one in machine.processes() if _words(one)[:1] and _words(one)[0].endswith(name)]
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -494,6 +514,12 @@ def power_off_supervisor(bench: Bench, drawn: Drawn) -> Iterator[None]:
 
 
 @contextmanager
+def power_off_head(bench: Bench, drawn: Drawn) -> Iterator[None]:
+    with power_off(bench, replace(drawn, machine=1)):
+        yield
+
+
+@contextmanager
 def two_off(bench: Bench, drawn: Drawn) -> Iterator[None]:
     with power_off(bench, drawn), power_off(bench, replace(drawn, machine=drawn.other)):
         yield
@@ -516,6 +542,8 @@ def stopped(find: Callable[[Bench, int], list[psutil.Process]]) -> Break:
         _signal(held, signal.SIGSTOP)
         yield
         _signal(held, signal.SIGCONT)
+        for command in bench.commands.values():
+            command.resume()
 
     return breaks
 
@@ -574,9 +602,11 @@ KINDS: dict[str, tuple[int, Break]] = {
     "disk full": (3, full_disk),
 }
 RAY_KINDS = KINDS | {
-    "agent killed": (12, kill(actors("Node"))),
+    "agent killed": (12, kill(actors("Agent"))),
     "supervisor killed": (12, kill(actors("Supervisor"))),
     "raylet killed": (12, kill(raylets)),
+    "head killed": (12, kill(heads)),
+    "head off": (8, power_off_head),
 }
 SLURM_KINDS = KINDS | {"agent killed": (12, kill(slurm_agents)), "supervisor killed": (12, kill(slurm_supervisors))}
 MANAGERS: dict[str, tuple[type[Bench], dict[str, tuple[int, Break]]]] = {
@@ -742,13 +772,14 @@ def undisturbed(bench: Bench, steps: int) -> dict[int, float]:
         done = trainspec(
             *(bench, "launch", *RECIPE, *elastic, f"train.max_steps={steps}", f"run.dir={alone.root}"),
             "checkpoint.interval_steps=null",
+            before=("taskset", "-c", "0"),  # on a busy machine, several threads would wait for one another
         )
         assert done.returncode == 0, done.stdout + done.stderr
     return {event["step"]: event["loss"] for event in read_events(alone.events(0)) if event["type"] == "step"}
 
 
-def trainspec(bench: Bench, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainspec_cli", *arguments]
+def trainspec(bench: Bench, *arguments: str, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    command = [*before, sys.executable, "-m", "trainspec_cli", *arguments]
     return subprocess.run(command, cwd=bench.out, env=bench.environment, capture_output=True, text=True)
 
 

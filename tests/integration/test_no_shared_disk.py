@@ -138,7 +138,8 @@ def test_the_other_nodes_continue_by_hand_without_the_first_one_and_with_a_damag
     for number in (2, 3, 4):
         for path in run_on(disks, number).checkpoint(20).glob("rank00001.safetensors"):
             path.write_bytes(bytes(path.stat().st_size))
-    said = end(start(disks, (2, 3), "resume", f"{disks.place}/run", "train.max_steps=30"), 4)
+    again = ("resume", f"{disks.place}/run", "train.max_steps=30", "layout.dp_replicate=2")
+    said = end(start(disks, (2, 3), *again), 4)
     assert "checkpoint refused" in said[0]
     assert max(losses(run)) == 20
 

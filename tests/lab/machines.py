@@ -160,6 +160,11 @@ class Started:
             return next(iter(psutil.Process(self._outside.pid).children()), None)
         return None
 
+    def resume(self) -> None:
+        """Continue after the command was stopped and continued: nsenter stops with it, but does not continue. Its
+        machine could not be switched off otherwise, because nobody would reap the command."""
+        self._outside.send_signal(signal.SIGCONT)
+
     def interrupt(self) -> None:
         if process := self.process:
             process.send_signal(signal.SIGINT)

@@ -318,6 +318,55 @@ def test_a_generation_that_cannot_be_begun_ends_the_run_with_its_reason(
     assert (run.world.backend.closed, marks(run)) == (1, ["launch", "ended"])
 
 
+def on_three_nodes(root: Path, plan: Plan, **job: object) -> Run:
+    run = Run(root, replace(plan, num_nodes=3, devices_per_node=1, layout=Layout(dp_replicate=3)))
+    run.job = replace(run.job, nodes=(0, 1, 2), survives_lost_nodes=True, worker=(), **job)
+    write_json(run.job.run.plan_json, to_plain(run.plan))
+    run.world.checkpoint = 5
+    return run
+
+
+def fewer(plan: Plan, nodes: int) -> Plan:
+    return replace(plan, num_nodes=nodes, layout=Layout(dp_replicate=nodes))
+
+
+@pytest.mark.parametrize(
+    ("response", "replan", "limits"),
+    [
+        ("continue", fewer, [None, 45.0, 45.0]),
+        ("continue", None, [None, 45.0, None]),
+        ("wait", fewer, [None, None, None]),
+    ],
+    ids=["fewer nodes", "no layout for fewer", "waits"],
+)
+def test_a_node_that_should_be_there_is_not_awaited_as_long_as_one_that_is_lost(
+    tmp_path: Path, make_plan, response: str, replan, limits: list[float | None]
+) -> None:
+    """It may have died together with another node. The starts: the first, one after a failure, and one after a loss."""
+    plan = with_resilience(make_plan(), after_node_loss=response)
+    plan = replace(plan, spec=replace(plan.spec, run=replace(plan.spec.run, node_timeout_s=45.0)))
+    run = on_three_nodes(tmp_path, plan)
+    run.script = [
+        run.happen(Begun(0), Stepped(0)),
+        lambda: run.world.end(0, from_outside=True),
+        run.happen(NodeLost(2, "c", "is off", (0,))),
+        lambda: run.world.end(0, from_outside=True),
+        lambda: run.world.end(0, done=True),
+    ]
+    supervise(run.job, run.plan, run._open, run._watch, run.reports.append, run.requests, replan)
+    assert [job.rejoin_s for job in run.world.jobs] == limits
+
+
+@pytest.mark.parametrize(("replan", "limit"), [(fewer, 30.0), (None, None)])
+def test_nodes_that_do_not_join_a_run_that_was_taken_over_are_lost_soon(
+    tmp_path: Path, make_plan, replan, limit: float | None
+) -> None:
+    run = on_three_nodes(tmp_path, with_resilience(make_plan()), lost=((2, "c"),))
+    run.script = [lambda: run.world.end(0, done=True)]
+    supervise(run.job, run.plan, run._open, run._watch, run.reports.append, run.requests, replan)
+    assert [job.rejoin_s for job in run.world.jobs] == [limit]
+
+
 def test_a_lost_node_is_written_down_and_ends_a_run_of_one_group(run: Run) -> None:
     generations.begin(run.job.run)
     run.script = [run.happen(NodeLost(1, "b", "is off", (0,)), NodeUnfit(0, "a", "no GPU", "install the driver"))]

@@ -69,6 +69,9 @@ MEASURED_STEPS = 5
 """Minimum number of steps for a median step time."""
 REMEMBERED_STEPS = 50
 ASK_AGAIN_S = 60.0
+REJOIN_S = 30.0
+"""A node that is not known to be lost, but does not join the next start within this many seconds, is lost, too. (It may
+have died together with another one, or while the run restarted.)"""
 
 REASONS: dict[type, NodeReason] = {
     NodeSlow: "slow", NodeLost: "lost", NodeUnfit: "unfit", NodeReturned: "returned"
@@ -530,6 +533,9 @@ class Supervisor:
     def open(self) -> None:
         """Start a generation of the run."""
         self._mail.clear()
+        away = {*self._losses, *(node for node, _ in self._job.lost)}
+        has_run = bool(self._job.lost) or (self._job.is_restart and self._job.survives_lost_nodes)
+        self._losses.clear()
         if self._nodes:
             self._nodes.open(self._job, self._plan)
             if self._job.lost and self.state.is_alone:  # this node has taken over the run
@@ -537,6 +543,12 @@ class Supervisor:
                 job, self._plan = self._nodes.select(lost)
                 self._job = replace(job, lost=())
                 self._nodes.open(self._job, self._plan)
+            rejoin_s: float | None = None
+            own = self._job.nodes[: self._plan.num_nodes if self._plan else self._job.num_nodes]
+            is_awaited = self.state.is_alone and not away.isdisjoint(own)
+            if has_run and not is_awaited and self.state.resilience.after_node_loss == "continue":
+                rejoin_s = max(REJOIN_S, self._plan.spec.run.node_timeout_s if self._plan else 0.0)
+            self._job = replace(self._job, rejoin_s=rejoin_s)
         self._marks = EventWriter(self._job.run.supervisor_events, SUPERVISOR)
         self._marks.write(LaunchMark())
         self._backend = self._open_backend(self._job, self._plan)
@@ -620,7 +632,7 @@ class Supervisor:
             assert self._marks is not None, "a generation is open"
             self._marks.write(NodeFaultEvent(host=host, fault=fault))
             known = repeated_faults(read_node_failures(self._job.run)).get(host)
-            if known and known[0] == fault.cause and self._job.nodes:
+            if known and known[0] == fault.cause and self._job.nodes and self._plan:
                 self._report(
                     f"{host} has failed {known[1]} times for the same cause ({fault.text}): it is examined before it "
                     "is used again"
@@ -713,7 +725,6 @@ class Supervisor:
         events = EventWriter(run.events(0), rank=0)
         events.write(RecoveryEvent(step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps))
         events.close()
-        self._losses.clear()
         number = self.state.groups[0].starts + 1
         logs = self._first_logs.with_name(f"{self._first_logs.name}_start{number:03d}")
         worker = self._job.worker

@@ -2,7 +2,7 @@
 
 HOSTS lists the hosts by rank, such as 0,1,2; the first one serves its folder to the others. ACT is `save` (checkpoints
 of steps 4 and 6), `save again` (the same steps with other values), `save lost` (the second host's folder cannot be
-reached), or `resume`: prints the step and a digest of what was restored.
+reached), or `resume`: prints the step and a digest of what was restored. `resume with 1 2` has hosts 1 and 2 as spares.
 """
 
 import hashlib
@@ -28,6 +28,7 @@ from trainspec_cli.run.job.machine import listen
 
 RANK, FOLDER, ACT = int(sys.argv[1]), Path(sys.argv[3]), sys.argv[4]
 HOSTS = list(map(int, sys.argv[2].split(",")))
+SPARES = [int(word) for word in ACT.split() if word.isdigit()]
 WORLD = len(HOSTS)
 CPU = torch.device("cpu")
 
@@ -56,9 +57,13 @@ def main() -> None:
     first = ("127.0.0.1", int(ports[0]))
     folder = f"{first[0]}:{first[1]}"
     generations.describe(run_dir, GenerationRecord(1, 0.0, "h", "h", 1, {}, WORLD, "l", "", (), (), folder=folder))
-    registered = RemoteFolder(first, secret)
+    connections = [RemoteFolder(first, secret)]
     if RANK:
-        registered.register(HOSTS[RANK], server.port)
+        connections[0].register(HOSTS[RANK], server.port)
+    for spare in SPARES:
+        theirs = FolderServer(RunDir(FOLDER / f"host{spare}"), secret, listen("127.0.0.1"))
+        connections.append(RemoteFolder(first, secret))
+        connections[-1].register(spare, theirs.port)
     dist.barrier()
     disks = NodeDisks.of_worker(run_dir)
     assert disks is not None
@@ -78,7 +83,8 @@ def main() -> None:
     except TrainspecError as error:
         print(error.problems[0].code)
     dist.barrier()
-    registered.close()
+    for connection in connections:
+        connection.close()
     leave_processes()
 
 

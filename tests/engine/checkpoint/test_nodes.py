@@ -66,6 +66,11 @@ def test_any_hosts_that_have_all_files_restore_it(saved, hosts, tmp_path, left):
     assert run(tmp_path, "resume", left) == saved[1]
 
 
+def test_the_first_host_alone_restores_it_from_spares(saved, hosts, tmp_path):
+    assert ranks_on(hosts[0]) == [0, 2]
+    assert run(tmp_path, "resume with 1 2", (0,)) == saved[1]
+
+
 def test_one_of_three_hosts_with_a_new_one_does_not_have_all_files(hosts, tmp_path):
     """The run does not start from the first step again, and nothing is removed, because the others may return."""
     before = [ranks_on(host) for host in hosts]

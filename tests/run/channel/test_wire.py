@@ -193,9 +193,10 @@ def test_a_peer_whose_system_is_off_is_told_from_one_that_closed_its_connection(
 ) -> None:
     """The system closes a connection whose data is not acknowledged in time, with an error of its own."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        remote = Wire(socket.create_connection(server.getsockname()))
-        limit_ms = remote._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-        assert limit_ms == wires.UNREACHABLE_S * 1000
+        for timeout_s, limit_s in ((5.0, 2.0), (30.0, 3.75), (120.0, 15.0)):
+            remote = Wire(socket.create_connection(server.getsockname()), timeout_s)
+            limit_ms = remote._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert limit_ms == remote.unreachable_s * 1000 == limit_s * 1000
         remote._connection.close()
 
         class Unreachable:

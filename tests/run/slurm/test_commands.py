@@ -25,7 +25,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 SCONTROL = """#!/bin/sh
 case "$1 $2" in
-  "show job") echo "Partition=main NumNodes=2-2 ExcNodeList={excluded}" ;;
+  "show job") echo "Partition=main NumNodes={wanted} ExcNodeList={excluded}" ;;
   "show partition") echo "TotalNodes={nodes} TotalCPUs=64" ;;
   "show hostnames") echo "$3" | tr , '\\n' ;;
   update*) echo "$@" > {log} ;;
@@ -34,22 +34,27 @@ esac
 
 
 @pytest.mark.parametrize(
-    ("nodes", "excluded", "always", "left"),
+    ("nodes", "excluded", "always", "left", "wanted"),
     [
-        (8, "(null)", None, "c"),
-        (8, "a,b", None, "a,b,c"),
-        (4, "a,b", None, "b,c"),
-        (4, "a,b", "a", "a,c"),
-        (3, "c", None, "c"),
-        (2, "a", None, ""),
+        (8, "(null)", None, "c", "2-2"),
+        (8, "a,b", None, "a,b,c", "2-2"),
+        (4, "a,b", None, "b,c", "2-4"),
+        (4, "a,b", "a", "a,c", "2"),
+        (3, "c", None, "c", "2"),
+        (2, "a", None, "", "2"),
+        (2, "a", None, "", "1"),
     ],
-    ids=["the first", "one more", "the newest alone", "the user's own stay", "the same again", "none can be spared"],
+    ids=[
+        *("the first", "one more", "the newest alone", "the user's own stay", "the same again", "none can be spared"),
+        "none can be spared, and one has completed",
+    ],
 )
 def test_a_job_avoids_lost_hosts_as_long_as_enough_are_left(
-    tmp_path: Path, monkeypatch, nodes: int, excluded: str, always: str | None, left: str
+    tmp_path: Path, monkeypatch, nodes: int, excluded: str, always: str | None, left: str, wanted: str
 ) -> None:
     log = tmp_path / "log"
-    (tmp_path / "scontrol").write_text(SCONTROL.format(excluded=excluded, nodes=nodes, log=log))
+    (tmp_path / "scontrol").write_text(SCONTROL.format(excluded=excluded, nodes=nodes, log=log, wanted=wanted))
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     slurm.exclude("7", ["c"], always)

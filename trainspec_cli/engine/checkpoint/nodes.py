@@ -96,8 +96,8 @@ class NodeDisks:
 
     @staticmethod
     def of_worker(run_dir: RunDir) -> NodeDisks | None:
-        """Return the disks; None if all nodes share the run folder. Raises MachineError if the first node does not
-        answer."""
+        """Return the disks; None if all nodes share the run folder, or if there is only one. Raises MachineError if the
+        first node does not answer."""
         generation = os.environ.get(GENERATION)
         record = generations.read(run_dir, int(generation)) if generation else None
         secret = nodes_secret()
@@ -110,14 +110,12 @@ class NodeDisks:
             if first.shares(run_dir.root):
                 node = None
         nodes = gather_json(node, lambda number: convert(int | None, number))
-        if not any(node is not None for node in nodes):
-            return None
         with errors_together(), _refusing_lost(disks[0]):
             if dist.get_rank() == 0:
                 with RemoteFolder((host, int(port)), secret) as first:
                     disks += _await_registered(first, {node for node in nodes if node is not None})
         plain = broadcast_json([asdict(disk) for disk in disks], lambda rows: [read_record(Disk, row) for row in rows])
-        return NodeDisks(run_dir, secret, plain, nodes)
+        return NodeDisks(run_dir, secret, plain, nodes) if len(plain) > 1 else None
 
     # Save
 

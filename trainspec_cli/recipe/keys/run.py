@@ -299,14 +299,15 @@ class RunSection:
     """A worker that is still running this long after a stop request is killed."""
     node_timeout_s: PositiveFloat = 30.0
     """On several nodes: a node whose processes are silent for this long is treated as lost
-    (`resilience.after_node_loss`). On Linux, a node that is off or disconnected is lost after four seconds, because its
-    system acknowledges nothing."""
+    (`resilience.after_node_loss`). On Linux, a node that is off or disconnected is lost after an eighth of this time,
+    but at least two seconds, because its system acknowledges nothing."""
     join_timeout_s: PositiveFloat = 300.0
     """On several nodes: time limit for nodes to start after the first one (a slow prologue, a container image to pull),
     for a lost node to return, and for the others to wait for the first node."""
     preflight: bool = True
     """Before the workers start, reject a node without enough memory or disk. On several nodes, measure each of them for
-    a few seconds, and reject one that is far slower than the others."""
+    a few seconds, and reject one that is far slower than the others. A node that has failed twice for the same cause is
+    always checked before it is used again."""
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,8 @@ FaultCause = Literal[
 ]
 
 
-FAULTS = "faults"
-"""Name of the check that lists a node's faults."""
+FAULTS, DISK = "faults", "disk"
+"""Names of the checks that list a node's faults, and the free space in the run folder."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from trainspec_cli.core.printable import label_node
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.run.channel import messages
-from trainspec_cli.run.channel.wire import UNREACHABLE_S, PendingPeer, Wire
+from trainspec_cli.run.channel.wire import PendingPeer, Wire
 
 MAX_ACCEPTED = 256
 """Maximum number of connections that one poll accepts, so that a flood of connections does not keep the hub from
@@ -201,7 +201,7 @@ class Hub:
             if len(self._pending) >= self._max_pending:
                 self._pending.popleft().close()
             try:
-                self._pending.append(PendingPeer(connection, self._secret))
+                self._pending.append(PendingPeer(connection, self._secret, self._timeout_s))
             except OSError:  # the peer has already closed the connection
                 connection.close()
 
@@ -262,7 +262,7 @@ class Hub:
         if wire.closed and not loss:
             loss = "closed its connection without notice: its processes were killed, or the node went down"
             if wire.is_unreachable:
-                loss = f"does not answer for {UNREACHABLE_S:g} s: the node is off, or its network link is down"
+                loss = f"does not answer for {wire.unreachable_s:g} s: the node is off, or its network link is down"
         elif not loss and wire.silent_s > self._timeout_s:
             loss = (
                 f"has sent nothing for {self._timeout_s:g} s: the node is off or hanging, or its network link is down"

@@ -15,14 +15,17 @@ import time
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.core.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge, HandshakeError, connect
+from trainspec_cli.recipe.keys.run import RunSection
 from trainspec_cli.run.channel.messages import Beat, Message, decode, encode
 
 PURPOSE = "hub"
 BEAT_INTERVAL_S = 1.0
 PIECE_BYTES = 65536
-UNREACHABLE_S = 4.0
-"""A system acknowledges heartbeats even if its processes hang. If it does not within this many seconds, it is off, or a
-network link is down (TCP_USER_TIMEOUT, RFC 5482; only on Linux)."""
+UNREACHABLE_SHARE = 1 / 8
+UNREACHABLE_S = 2.0
+"""A system acknowledges heartbeats even if its processes hang. If it does not within this share of
+`run.node_timeout_s`, but at least this many seconds, it is off, or a network link is down (TCP_USER_TIMEOUT, RFC 5482;
+only on Linux)."""
 RETRY_S = 0.2
 CALL_TIMEOUT_S = 60.0
 """An agent retries for this many seconds after the hub has closed its connection. (The hub does so when too many agents
@@ -33,13 +36,13 @@ SHOWN_BYTES = 80
 """Number of bytes of an invalid line that the error message shows."""
 
 
-def call_hub(address: tuple[str, int] | str, secret: bytes) -> Wire:
-    """Connect to a host and port, or to the path of a Unix socket. Raises OSError if the hub cannot be reached or does
-    not know the secret."""
+def call_hub(address: tuple[str, int] | str, secret: bytes, timeout_s: float = RunSection.node_timeout_s) -> Wire:
+    """Connect to a host and port, or to the path of a Unix socket. `timeout_s`: how long the hub may be silent. Raises
+    OSError if the hub cannot be reached or does not know the secret."""
     deadline = time.monotonic() + CALL_TIMEOUT_S
     while True:
         try:
-            return Wire(connect(address, secret, PURPOSE))
+            return Wire(connect(address, secret, PURPOSE), timeout_s)
         except ConnectionResetError:  # too many peers are connecting at the same time
             if time.monotonic() > deadline:
                 raise
@@ -49,9 +52,10 @@ def call_hub(address: tuple[str, int] | str, secret: bytes) -> Wire:
 class PendingPeer:
     """A connection to the hub whose handshake is not complete yet."""
 
-    def __init__(self, connection: socket.socket, secret: bytes):
-        """Raises OSError if the peer has already closed the connection."""
+    def __init__(self, connection: socket.socket, secret: bytes, timeout_s: float = RunSection.node_timeout_s):
+        """`timeout_s`: how long the peer may be silent. Raises OSError if it has already closed the connection."""
         connection.setblocking(False)
+        self._timeout_s = timeout_s
         self._connection, self._challenge = connection, Challenge(secret, PURPOSE)
         self._answer, self._deadline = b"", time.monotonic() + TIMEOUT_S
         connection.send(self._challenge.nonce)  # this does not block, because 32 bytes fit into an empty send buffer
@@ -71,24 +75,26 @@ class PendingPeer:
         if len(self._answer) < ANSWER_BYTES:
             return None
         self._connection.send(self._challenge.accept(self._answer))
-        return Wire(self._connection)
+        return Wire(self._connection, self._timeout_s)
 
     def close(self) -> None:
         self._connection.close()
 
 
 class Wire:
-    def __init__(self, connection: socket.socket):
+    def __init__(self, connection: socket.socket, timeout_s: float = RunSection.node_timeout_s):
+        """`timeout_s`: how long the peer may be silent (`run.node_timeout_s`)."""
         connection.setblocking(False)
+        self.unreachable_s = max(UNREACHABLE_S, UNREACHABLE_SHARE * timeout_s)
         if connection.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREACHABLE_S * 1000))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.unreachable_s * 1000))
         self._connection = connection
         self._unread = b""
         self._unsent = b""
         self._received_at = self._beat_at = time.monotonic()
         self.closed = False
         self.is_unreachable = False
-        """True if the connection was closed because the peer's system acknowledged nothing for `UNREACHABLE_S`."""
+        """True if the connection was closed because the peer's system acknowledged nothing for `unreachable_s`."""
         self.was_heard = False
         """True once the peer has sent something."""
         self.fault = ""

@@ -76,6 +76,9 @@ class Job:
     """Number of steps completed by earlier starts, for a job whose checkpoints trainspec does not know."""
     join_timeout_s: float | None = None
     """Time in seconds that the nodes wait for one another; None for the plan's value."""
+    rejoin_s: float | None = None
+    """Time in seconds after which a node that does not join this start is lost, because it took part in the last one
+    and was not known to be lost; None if nodes are awaited longer."""
     begins_unseen: bool = False
     """True if the job may have something to save before it writes its first event."""
 

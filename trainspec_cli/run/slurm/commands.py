@@ -67,13 +67,15 @@ def requeue(job_id: str) -> None:
 
 
 def exclude(job_id: str, hostnames: Sequence[str], always: str | None = None) -> None:
-    """Exclude `hostnames`, and those in the node list `always`, from a pending job.
+    """Exclude `hostnames`, and those in the node list `always`, from this job, which was requeued.
 
     Earlier exclusions are kept, newest first, as long as the partition has enough nodes. The oldest exclusions are
     dropped first, because a node lost long ago may work again, and a job with too few nodes would wait forever. Raises
     MachineError."""
     job = show(job_id)
     nodes_wanted = int(job["NumNodes"].partition("-")[0])  # for a range such as 2-4, its lower end
+    # While the job is completing, Slurm counts only the nodes that have not completed yet.
+    nodes_wanted = max(nodes_wanted, int(os.environ.get("SLURM_JOB_NUM_NODES", "0")))
     room = int(show(job["Partition"], "partition")["TotalNodes"]) - nodes_wanted
     kept = names(always)
     lost = [*(name for name in names(job.get("ExcNodeList")) if name not in {*hostnames, *kept}), *hostnames]

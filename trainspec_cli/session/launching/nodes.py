@@ -217,118 +217,147 @@ def join(
     run = RunDir(Path(run_dir).absolute())
     secret = nodes_secret() if address else None
     with mirrored(run, node, address, secret, console.report) if address and secret else nullcontext() as mirror:
-        return _join(run, node, console, mirror, wait_s=wait_s, joined=joined)
+        return JoiningNode(run, node, console, mirror, wait_s, joined).work()
 
 
-def _join(run: RunDir, node: int, console: RunConsole, mirror: Mirror | None, *, wait_s: float, joined: Joined) -> int:
-    def tell(what: str) -> None:
-        console.report(f"node {node}: {what}")
+class JoiningNode:
+    """What a node knows of the run that it joins, and of the first node."""
 
-    served = 0
-    deadline = time.monotonic() + wait_s
-    # The error for a missing first node; its hint uses the terminology of `trainspec launch`, `run`, or srun.
-    message = f"no first node was found in {run.root} within {wait_s:g} s"
-    first = "see what task 0 of srun printed" if joined.of_slurm else "also start the first node: --node-rank 0"
-    same = f"{joined.folder} must be the same folder, on a file system that all nodes share (or set {NODES_SECRET})"
-    hint = f"{first}; {same}; increase {joined.join_key} to wait longer"
-    refusal = MachineError(Problem("no_first_host", message, hint=hint, environment=True))
-    where = f"in {run.root}" if run.root.is_dir() else f"to create {run.root}, which does not exist on this node yet"
-    limit = f"up to {format_duration(wait_s)}; {joined.join_key}"
-    tell(f"waiting for the first node {where} ({limit})")
-    gives_up_at = deadline
-    tried = 0
-    lost_in: GenerationRecord | None = None
-    lost: LostSupervisor | None = None
-    locks_are_seen = False
-    spoken = 0
-    while not (served and run.result_json.is_file()):
-        if mirror:
-            mirror.check()
-        is_gone = lost is not None and lost.is_gone()
-        if time.monotonic() > deadline or is_gone:
-            lost = None
-            is_newest = generations.newest(run) in (served, tried)
-            if lost_in is None or (is_newest and time.monotonic() > gives_up_at):
-                break
-            # If the run still writes events, only this node is cut off. Not all file systems show other nodes' locks.
-            before_bytes = spoken
-            spoken = spoken_bytes(run)
-            is_silent = is_gone or spoken == before_bytes
-            code = take_over(run, lost_in, node, console, joined, wait_s) if is_newest and is_silent else None
-            if code is not None:
-                return code
-            deadline = min(gives_up_at, time.monotonic() + RESULT_TIMEOUT_S)
-        generation = generations.newest(run)
-        if generation > served and (mirror is None or mirror.is_same):
-            check_tree(run.root)
-            try:
-                with console.stopping_run_without_reader(lambda: None), ExitStack() as shown:
+    def __init__(
+        self, run: RunDir, node: int, console: RunConsole, mirror: Mirror | None, wait_s: float, joined: Joined
+    ):
+        self._run = run
+        self._node = node
+        self._console = console
+        self._mirror = mirror
+        self._wait_s = wait_s
+        self._joined = joined
+        self._served = 0
+        """The newest start that this node has taken part in."""
+        self._tried = 0
+        """The newest start whose first node did not answer, after an earlier first node was lost."""
+        self._deadline_s = self._gives_up_s = time.monotonic() + wait_s
+        """When this node acts, and when it ends, if no new start begins."""
+        self._lost_in: GenerationRecord | None = None
+        """The start whose first node was lost, if this node may take over from it."""
+        self._lost: LostSupervisor | None = None
+        self._locks_are_seen = False
+        self._spoken_bytes = 0
+        # The error for a missing first node; its hint uses the terminology of `trainspec launch`, `run`, or srun.
+        message = f"no first node was found in {run.root} within {wait_s:g} s"
+        first = "see what task 0 of srun printed" if joined.of_slurm else "also start the first node: --node-rank 0"
+        same = f"{joined.folder} must be the same folder, on a file system that all nodes share (or set {NODES_SECRET})"
+        hint = f"{first}; {same}; increase {joined.join_key} to wait longer"
+        self._refusal = MachineError(Problem("no_first_host", message, hint=hint, environment=True))
 
-                    def begin(
-                        record: GenerationRecord, shown: ExitStack = shown, is_first: bool = generation > tried
-                    ) -> None:
-                        nonlocal locks_are_seen
-                        joined.check(run, record)
-                        if mirror:
-                            mirror.prepare(record)
-                        if not is_first:
-                            return
-                        claim = read_claim(run)
-                        locks_are_seen = claim is not None and claim.is_locked
-                        tell(describe_part(run, record, node))
-                        if not joined.of_slurm:
-                            shown.enter_context(_showing_progress(run, record, console))
+    def work(self) -> int:
+        """Join every start until the run has a result; return the run's exit code. Raises the same errors as `join`."""
+        run = self._run
+        where = (
+            f"in {run.root}" if run.root.is_dir() else f"to create {run.root}, which does not exist on this node yet"
+        )
+        self._tell(
+            f"waiting for the first node {where} (up to {format_duration(self._wait_s)}; {self._joined.join_key})"
+        )
+        while not (self._served and run.result_json.is_file()):
+            if self._mirror:
+                self._mirror.check()
+            is_gone = self._lost is not None and self._lost.is_gone()
+            if is_gone or time.monotonic() > self._deadline_s:
+                self._lost = None
+                is_newest = generations.newest(run) in (self._served, self._tried)
+                if self._lost_in is None or (is_newest and time.monotonic() > self._gives_up_s):
+                    break
+                # If the run still writes events, only this node is cut off. Not all file systems show other nodes'
+                # locks.
+                before_bytes = self._spoken_bytes
+                self._spoken_bytes = spoken_bytes(run)
+                if is_newest and (is_gone or self._spoken_bytes == before_bytes):
+                    code = take_over(run, self._lost_in, self._node, self._console, self._joined, self._wait_s)
+                    if code is not None:
+                        return code
+                self._deadline_s = min(self._gives_up_s, time.monotonic() + RESULT_TIMEOUT_S)
+            generation = generations.newest(run)
+            if generation > self._served and (self._mirror is None or self._mirror.is_same):
+                self._serve(generation)
+            time.sleep(RETRY_S)
+        if not self._served:
+            raise self._refusal
+        result = read_result(run)
+        if result is None:
+            self._tell("the first node was lost, and has not written a result")
+            self._console.report(f"restart the run: {kind_of(run).start_again(run)}")
+        else:
+            reason = "" if isinstance(result.reason, Absent) else f": {result.reason}"
+            self._tell(f"the run is {result.status}{reason}")
+        return self._joined.exit_code(run, result)
 
-                    def may_change() -> bool:
-                        # Where this node cannot see the claim, its absence says nothing about the first node.
-                        is_apart = mirror is not None and mirror.has_own_copy
-                        return joined.take_over is not None and locks_are_seen and not is_apart
+    def _tell(self, what: str) -> None:
+        self._console.report(f"node {self._node}: {what}")
 
-                    code = run_agent(run, generation, node, begin, tell, first_may_change=may_change)
-                served = generation
-                gives_up_at = deadline = time.monotonic() + RESULT_TIMEOUT_S
-                lost_in = lost = None
-                response = joined.first_node_loss(run) if code == CUT_OFF and joined.take_over else "end"
-                if response == "continue":
-                    gives_up_at = deadline + wait_s
-                    if mirror and mirror.has_own_copy:
-                        # Without a shared disk, nothing tells this node whether the first one is gone or only out of
-                        # reach and still training with others, so no node takes over by itself.
-                        deadline = gives_up_at
-                        tell(f"waiting for the first node (up to {format_duration(deadline - time.monotonic())})")
-                        tell(
-                            "if it is gone, end this command on each node, then choose a new first node, whose address "
-                            f"is HOST in HOST:PORT: {kind_of(run).start_again(run)}"
-                        )
-                    else:
-                        # The node with the lowest number is the first to take over.
-                        lost_in = generations.read(run, generation)
-                        spoken = spoken_bytes(run)
-                        deadline += node * TURN_S
-                        if lost_in is not None:
-                            lost = LostSupervisor(run, lost_in, node, locks_are_seen=locks_are_seen)
-                        limit = format_duration(deadline - time.monotonic())
-                        tell(f"takes over, unless the first node or another one starts the run within {limit}")
-                elif response == "wait":
-                    gives_up_at = deadline = deadline + wait_s
-                    tell(f"waiting for the first node's next start (up to {format_duration(wait_s)})")
-            except MachineError as error:  # perhaps from an earlier start whose first node is gone
-                refusal = error
-                if lost_in and generation > tried:  # the node that took over may be lost, too
-                    tried = generation
-                    deadline = time.monotonic() + RESULT_TIMEOUT_S + node * TURN_S
-                    gives_up_at = deadline + wait_s
-        time.sleep(RETRY_S)
-    if not served:
-        raise refusal
-    result = read_result(run)
-    if result is None:
-        tell("the first node was lost, and has not written a result")
-        console.report(f"restart the run: {kind_of(run).start_again(run)}")
-    else:
-        reason = "" if isinstance(result.reason, Absent) else f": {result.reason}"
-        tell(f"the run is {result.status}{reason}")
-    return joined.exit_code(run, result)
+    @property
+    def _has_own_copy(self) -> bool:
+        return self._mirror is not None and self._mirror.has_own_copy
+
+    def _serve(self, generation: int) -> None:
+        """Take part in a start, and decide what follows from its end."""
+        run = self._run
+        joined = self._joined
+        check_tree(run.root)
+
+        def may_change() -> bool:
+            # Where this node cannot see the claim, its absence says nothing about the first node.
+            return joined.take_over is not None and self._locks_are_seen and not self._has_own_copy
+
+        try:
+            with self._console.stopping_run_without_reader(lambda: None), ExitStack() as shown:
+                begin = partial(self._begin, shown)
+                code = run_agent(run, generation, self._node, begin, self._tell, first_may_change=may_change)
+        except MachineError as error:  # perhaps from an earlier start whose first node is gone
+            self._refusal = error
+            if self._lost_in and generation > self._tried:  # the node that took over may be lost, too
+                self._tried = generation
+                self._deadline_s = time.monotonic() + RESULT_TIMEOUT_S + self._node * TURN_S
+                self._gives_up_s = self._deadline_s + self._wait_s
+            return
+        self._served = generation
+        self._gives_up_s = self._deadline_s = time.monotonic() + RESULT_TIMEOUT_S
+        self._lost_in = self._lost = None
+        response = joined.first_node_loss(run) if code == CUT_OFF and joined.take_over else "end"
+        if response == "end":
+            return
+        self._gives_up_s += self._wait_s
+        if response == "continue" and not self._has_own_copy:
+            # The node with the lowest number is the first to take over.
+            self._lost_in = generations.read(run, generation)
+            self._spoken_bytes = spoken_bytes(run)
+            self._deadline_s += self._node * TURN_S
+            if self._lost_in is not None:
+                self._lost = LostSupervisor(run, self._lost_in, self._node, locks_are_seen=self._locks_are_seen)
+            limit = format_duration(self._deadline_s - time.monotonic())
+            self._tell(f"takes over, unless the first node or another one starts the run within {limit}")
+            return
+        self._deadline_s = self._gives_up_s
+        self._tell(f"waiting for the first node (up to {format_duration(self._deadline_s - time.monotonic())})")
+        if response == "continue":
+            # Without a shared disk, nothing tells this node whether the first one is gone or only out of reach and
+            # still training with others, so no node takes over by itself.
+            self._tell(
+                "if it is gone, end this command on each node, then choose a new first node, whose address is HOST in "
+                f"HOST:PORT: {kind_of(run).start_again(run)}"
+            )
+
+    def _begin(self, shown: ExitStack, record: GenerationRecord) -> None:
+        self._joined.check(self._run, record)
+        if self._mirror:
+            self._mirror.prepare(record)
+        if record.generation <= self._tried:
+            return
+        claim = read_claim(self._run)
+        self._locks_are_seen = claim is not None and claim.is_locked
+        self._tell(describe_part(self._run, record, self._node))
+        if not self._joined.of_slurm:
+            shown.enter_context(_showing_progress(self._run, record, self._console))
 
 
 class LostSupervisor:

@@ -221,8 +221,14 @@ def show_launch(
 
 def _prepare(loaded: Loaded, nodes: NodeOptions, *, force: bool, as_json: bool) -> Session:
     reach = nodes.reach(loaded.spec, loaded.spec.run.dir)
-    machine = this_machine(loaded.spec)
     console = make_console(as_json=as_json)
+    return prepare_on(this_machine(loaded.spec), loaded, reach, console, force=force, as_json=as_json)
+
+
+def prepare_on(
+    machine: Machine, loaded: Loaded, reach: Reach | None, console: RunConsole, *, force: bool, as_json: bool
+) -> Session:
+    """Return the session of a new run on nodes like `machine`."""
     spec, profile = with_profile(loaded.spec, machine)
     loaded = replace(loaded, spec=spec)
     if profile:

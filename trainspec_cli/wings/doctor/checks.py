@@ -21,7 +21,7 @@ from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.node import cpu_name
 from trainspec_cli.core.printable import format_bytes
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.results.doctor import FAULTS, Check, FaultCause
+from trainspec_cli.recipe.results.doctor import DISK, FAULTS, Check, FaultCause
 from trainspec_cli.run.job.gpus import find_gpus, opened_nvml
 from trainspec_cli.run.job.job import versions
 from trainspec_cli.run.job.machine import detect
@@ -271,14 +271,14 @@ def check_disk(folder: Path) -> Iterator[Check]:
     free = shutil.disk_usage(folder).free
     if free < LITTLE_SPACE_BYTES:
         yield Check(
-            "disk", "fail", f"{format_bytes(free)} free in {folder}", "free up some space, or choose another run.dir"
+            DISK, "fail", f"{format_bytes(free)} free in {folder}", "free up some space, or choose another run.dir"
         )
         return
     speed = measure_disk(folder)
     found = f"writes {format_bytes(int(speed))}/s in {folder}, {format_bytes(free)} free"
     slow = speed < SLOW_DISK_BYTES_PER_S
     advice = "checkpoints will be slow: choose a faster file system with run.dir" if slow else ""
-    yield Check("disk", "warn" if slow else "ok", found, advice)
+    yield Check(DISK, "warn" if slow else "ok", found, advice)
 
 
 def measure_disk(folder: Path, read_clock: Callable[[], float] = time.perf_counter) -> float:

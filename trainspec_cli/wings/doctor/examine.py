@@ -36,15 +36,15 @@ from trainspec_cli.wings.doctor.checks import check_gpus, check_limits, check_me
 
 def check_nodes(plan: Plan, folder: Path, console: PrintableConsole, force: bool = False) -> Examination | None:
     """Check a single node now. For several nodes, return the examination that each node runs when its agent starts, to
-    measure and compare the nodes. Return None if there is no preflight, or if nothing remains to be examined.
+    measure and compare the nodes; without a preflight, only nodes that have failed repeatedly run it. Return None if
+    nothing remains to be examined.
 
     `folder` is the run folder, which may not exist yet. With `force`, predicted memory is not checked. Raises
     MachineError if this node fails a check."""
-    if not plan.spec.run.preflight:
-        return None
+    of_all = plan.spec.run.preflight
     if plan.num_nodes > 1:
-        return Examination(node_command(plan, folder), lambda reports: _check_reports(reports, console))
-    for check in preflight(plan, folder, force=force):
+        return Examination(node_command(plan, folder), lambda reports: _check_reports(reports, console), of_all)
+    for check in preflight(plan, folder, force=force) if of_all else ():
         console.report(f"{check.name}: {check.found}; {check.advice}")
     return None
 

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,10 @@ from trainspec_cli.run.job.folder import check_free, is_running, make_folder, st
 from trainspec_cli.run.notify import Notify
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 from trainspec_cli.session.launching.nodes import MANAGED, exit_code_of
-from trainspec_cli.session.launching.session import describe_detached
+from trainspec_cli.session.launching.session import describe_detached, prepare_on
 from trainspec_cli.session.manager import RecordChanges
 from trainspec_cli.session.recipe.data import prepare_data
-from trainspec_cli.session.recipe.load import Loaded, check_start, plan_on, with_profile
+from trainspec_cli.session.recipe.load import Loaded, check_start
 from trainspec_cli.session.runs.find import check_name_free
 from trainspec_cli.wings.ray.cluster import NAMESPACE, Bundle, connect, release, reserve
 from trainspec_cli.wings.ray.supervisor import SupervisorActor
@@ -48,10 +47,7 @@ class RayRuns:
         check_name_free(spec.run.name)
         connect()
         with reserve(spec, console) as (places, machine):
-            spec, profile = with_profile(spec, machine)
-            console.report_each([profile] if profile else [])
-            loaded = replace(loaded, spec=spec)
-            plan = plan_on(loaded, machine)
+            plan = prepare_on(machine, loaded, MANAGED, console, force=force, as_json=as_json).plan
             data_folder = prepare_data(loaded, console)
             with storage(spec.run.dir):
                 root = make_folder(spec.run.dir, loaded.composed.recipe).absolute()
@@ -97,10 +93,11 @@ def _hand_over(
     run: RunDir, spec: RunSpec, places: Sequence[Bundle], notify: Notify, *, force: bool, as_json: bool
 ) -> Any:
     """Create the run's supervisor, which owns the nodes from now on."""
+    outlives_node = spec.resilience.survives_lost_nodes or spec.resilience.survives_first_node
     actor = ray.remote(SupervisorActor).options(
         name=_name(run),
         lifetime="detached",
-        max_restarts=-1 if spec.resilience.survives_lost_nodes else 0,
+        max_restarts=-1 if outlives_node else 0,
         max_concurrency=4,
         num_cpus=0,
         scheduling_strategy=PlacementGroupSchedulingStrategy(places[0].group),

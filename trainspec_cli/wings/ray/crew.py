@@ -108,7 +108,9 @@ class Crew:
                 where = self._where.get(number) or places[number]
                 self._where[number] = where
                 if where and where not in machines:
-                    self._lose(number, "is dead, as Ray reports")
+                    self._losses.append((number, "is dead, as Ray reports"))
+                    del self._where[number]
+                    self._restart(number, now_s)
                     continue
             if not ray.wait([call], timeout=0)[0]:
                 continue
@@ -117,14 +119,14 @@ class Crew:
                 self._waits_until[number] = float("inf")  # its end is known to the hub
                 del self._serving[number]
             except RayActorError:
-                self._lose(number, "has lost its agent, as Ray reports")
+                # If the agent had joined, the hub knows. If not, its process is a new one that Ray is still starting,
+                # and the node is not lost.
+                self._restart(number, now_s)
             except RayTaskError as error:
                 self._losses.append((number, f"cannot run its agent: {error.cause}"))
                 self._waits_until[number] = float("inf")
                 del self._serving[number]
 
-    def _lose(self, number: int, why: str) -> None:
-        if self._where.pop(number, ""):  # otherwise it is a machine that has not come yet
-            self._losses.append((number, why))
-        self._serving.pop(number, None)
-        self._waits_until[number] = time.monotonic() + RETRY_S
+    def _restart(self, number: int, now_s: float) -> None:
+        del self._serving[number]
+        self._waits_until[number] = now_s + RETRY_S

@@ -125,6 +125,16 @@ def test_an_agent_does_as_the_hub_asks_and_reports_until_it_is_ended(lab: Lab) -
     assert lab.hub.receive() == [GroupExited(0, 1, 3), unknown_start, Goodbye()]
 
 
+def test_a_node_that_failed_repeatedly_is_examined_while_it_stands_by(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examined: list[int] = []
+    monkeypatch.setattr(Agent, "_examine", lambda self: examined.append(self._node))
+    lab.agent._record = replace(lab.record, examine=("examine",), suspects=(agent.node_name(),))
+    lab.script = [EndAgent()]
+    assert (lab.agent.stand_by(), examined) == (0, [1])
+
+
 def test_an_agent_that_stands_by_runs_nothing_until_it_is_ended(lab: Lab) -> None:
     lab.script = [StartGroup(0, 1), StopWorkers(None), EndAgent()]
     assert lab.agent.stand_by() == 0
@@ -186,7 +196,7 @@ def test_a_node_that_lacks_something_refuses_and_leaves(
     def lack(self: Agent) -> int:
         raise MachineError("no GPU\nhere", hint="install\nthe driver")
 
-    monkeypatch.setattr(agent, "call_hub", lambda address, secret: wire)
+    monkeypatch.setattr(agent, "call_hub", lambda address, secret, timeout_s: wire)
     monkeypatch.setattr(agent, "read_secret", lambda path: b"")
     monkeypatch.setattr(Agent, "work", lack)
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
@@ -255,14 +265,14 @@ def test_the_first_nodes_word_is_waited_for_and_a_folder_that_is_not_shared_is_t
 
 
 def test_a_hub_that_is_not_reached_is_named_with_the_way_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    def call_hub(address: tuple[str, int], secret: bytes) -> Wire:
+    def call_hub(address: tuple[str, int], secret: bytes, timeout_s: float) -> Wire:
         assert (address, secret) == (("10.0.0.1", 77), b"secret")
         raise ConnectionRefusedError("refused")
 
     monkeypatch.setattr(agent, "call_hub", call_hub)
     record = GenerationRecord(1, 0.0, "a", "10.0.0.1", 77, {}, 2, "id", "logs", ("worker",), ())
     with raises(MachineError, "hub_unreachable", "10.0.0.1:77", "refused") as raised:
-        agent.connect(record, b"secret", 1)
+        agent.connect(record, b"secret", 1, 30.0)
     assert isinstance(raised.value.__cause__, ConnectionRefusedError), "by it the agent knows that the hub is gone"
 
 
@@ -335,7 +345,7 @@ def test_a_node_has_its_place_in_each_start_or_stands_by(
     generations.describe(run, replace(record, generation=generations.begin(run)))
     found: list[tuple[str, int]] = []
     monkeypatch.setattr(agent, "read_secret", lambda path: b"")
-    monkeypatch.setattr(agent, "connect", lambda record, secret, place: socket.socket())
+    monkeypatch.setattr(agent, "connect", lambda record, secret, place, timeout_s: socket.socket())
     monkeypatch.setattr(Agent, "work", lambda self: found.append(("works", self._node)))
     monkeypatch.setattr(Agent, "stand_by", lambda self: found.append(("stands by", self._node)))
     for node in range(4):

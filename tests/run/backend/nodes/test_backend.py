@@ -51,6 +51,7 @@ from trainspec_cli.run.recovery.run_state import (
     NodesSeen,
     NodeStopRequested,
     NodeUnfit,
+    Noted,
     Orphaned,
     PresenceChanged,
     WorkerFailed,
@@ -59,6 +60,7 @@ from trainspec_cli.run.recovery.run_state import (
 NOBODY = ("true",)
 """Instead of what starts agents."""
 SOUND = NodeReport("a", 1.0, ())
+FULL = NodeReport("a", 1.0, (Check("disk", "fail", "no space"),))
 SLOW = NodeReport("a", 1.0, (Check("speed", "fail", "it is slow"),))
 
 
@@ -480,9 +482,9 @@ def fail_twice(run: RunDir, host: str, *more: FolderEvent) -> None:
 def open_again(open_lab: Callable[..., Lab], plan: Plan, tmp_path: Path) -> Callable[..., Lab]:
     """Open the next start of a run on two nodes, of which host1 has failed twice."""
 
-    def make(*more: FolderEvent, **changes: object) -> Lab:
+    def make(*more: FolderEvent, num_nodes: int = 2, **changes: object) -> Lab:
         fail_twice(RunDir(tmp_path), "host1", *more)
-        only = replace(plan, num_nodes=2, replica_groups=1)
+        only = replace(plan, num_nodes=num_nodes, replica_groups=1)
         job = {"survives_lost_nodes": True, "is_restart": True}
         return open_lab(only, job=job, **{"examination": Examination(("examine",), lambda reports: None), **changes})
 
@@ -514,14 +516,47 @@ def test_a_node_whose_check_finds_its_fault_again_is_left_out(open_again: Callab
     assert repeated_faults(read_node_failures(lab.job.run)) == {"host1": ("xid", 2)}
 
 
-def test_without_checks_such_a_node_is_left_out(open_again: Callable[..., Lab]) -> None:
+def test_without_a_preflight_only_such_a_node_is_examined(open_again: Callable[..., Lab]) -> None:
+    only = Examination(("examine",), lambda reports: pytest.fail("the others are not compared"), of_all=False)
+    lab = open_again(examination=only)
+    agents = lab.call(0, 1)
+    lab.wait_until(lambda: lab.backend._hub.nodes[0].admitted)
+    agents[1].send(NodeExamined(SOUND))
+    lab.wait_for(PresenceChanged(0, "there"))
+
+
+def test_a_command_has_no_check_so_such_a_node_is_used(open_again: Callable[..., Lab]) -> None:
+    """Otherwise nothing could bring the node back."""
     lab = open_again(examination=None)
     lab.call(0, 1)
-    lab.wait_until(lambda: any(isinstance(event, NodeUnfit) for event in lab.events))
-    assert [event.node for event in lab.events if isinstance(event, NodeUnfit)] == [1]
+    lab.wait_for(PresenceChanged(0, "there"))
+
+
+@pytest.mark.parametrize(("report", "is_sound"), [(SOUND, True), (FULL, True), (SLOW, False)])
+def test_such_a_node_is_examined_while_it_stands_by(
+    open_again: Callable[..., Lab], report: NodeReport, is_sound: bool
+) -> None:
+    """Until then it is no spare that the run could use."""
+
+    def seen() -> tuple[str, ...]:
+        return [event.hostnames for event in lab.events if isinstance(event, NodesSeen)][-1]
+
+    lab = open_again(num_nodes=1, nodes=(0, 1))
+    agents = lab.call(0, 1)
+    lab.wait_until(lambda: PresenceChanged(0, "there") in lab.events)
+    assert seen() == ("host0", "")
+    agents[1].send(NodeExamined(report))
+    if is_sound:
+        lab.wait_until(lambda: seen() == ("host0", "host1"))
+    else:
+        lab.wait_until(lambda: any(isinstance(event, Noted) for event in lab.events))
+        assert lab.receive(agents[1]) == EndAgent()
+    assert not any(isinstance(event, NodeUnfit) for event in lab.events), "the run needs no other start"
 
 
 def test_a_node_that_has_passed_its_check_is_used_at_once(open_again: Callable[..., Lab]) -> None:
     lab = open_again(NodeCheckedEvent(host="host1"))
+    record = generations.read(lab.job.run, lab.backend.generation)
+    assert record is not None and record.examine == ()
     lab.call(0, 1)
     lab.wait_for(PresenceChanged(0, "there"))

@@ -75,9 +75,11 @@ def test_control_files_come_and_what_the_node_writes_goes(first: RunDir, own: Ru
     assert own.plan_json.stat().st_mode & 0o777 == 0o600
     append(own.events(1), "1\n2\nhal")
     append(own.logs / "launch_01" / "node00001" / "stdout.log", "out")
+    append(own.logs / "launch_01" / "node00001" / "stderr.log", "")
     write_json(own.error(1), {"rank": 1})
     wait_for(has(first.events(1), "1\n2\n"))
     wait_for(has(first.logs / "launch_01" / "node00001" / "stdout.log", "out"))
+    wait_for(has(first.logs / "launch_01" / "node00001" / "stderr.log", ""))
     wait_for(first.error(1).is_file)
     append(own.events(1), "f\n3\n")
     append(first.events(0), "second\n")

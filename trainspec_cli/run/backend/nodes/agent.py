@@ -207,7 +207,8 @@ def _serve(
     *,
     serves_once: bool = False,
 ) -> int:
-    wire = connect(record, read_secret(run.secret(record.generation)), place)
+    secret = read_secret(run.secret(record.generation))
+    wire = connect(record, secret, place, run_section(plan).node_timeout_s)
     try:
         agent = Agent(wire, run, plan, record, place, requests, serves_once=serves_once)
         code = agent.work() if place < record.num_nodes else agent.stand_by()
@@ -237,11 +238,11 @@ def await_record(run: RunDir, generation: int) -> GenerationRecord:
     return record
 
 
-def connect(record: GenerationRecord, secret: bytes, node: int) -> Wire:
-    """Connect to the hub. Raises MachineError."""
+def connect(record: GenerationRecord, secret: bytes, node: int, timeout_s: float) -> Wire:
+    """Connect to the hub, which may be silent for `timeout_s`. Raises MachineError."""
     address = (record.head, record.hub_port)
     try:
-        wire = call_hub(address, secret)
+        wire = call_hub(address, secret, timeout_s)
     except OSError as error:
         message = f"{socket.gethostname()} cannot reach the first node at {address[0]}:{address[1]}: {error}"
         hint = "allow connections between the job's nodes (a firewall may block them), or check the cable"
@@ -288,8 +289,7 @@ class Agent:
             return CUT_OFF
         if self._plan and (problems := check_machine(self._plan.spec, self._machine)):
             raise MachineError(problems)
-        suspects = self._record.suspects
-        if self._record.examine and (not suspects or node_name() in suspects):
+        if self._record.examine and (not self._record.suspects or self._is_suspect):
             self._examine()
         job = self._kind.build_job(self._part)
         processes.kill(job.launch_id)  # processes left by an agent that was killed on this node
@@ -328,6 +328,8 @@ class Agent:
     def stand_by(self) -> int:
         """Serve the hub until it ends this start, or until a signal asks the agent to stop."""
         environment = self._kind.build_job(self._part).environment
+        if self._is_suspect:
+            self._examine()
         while self._listen() and not self._requests.count:
             self._received.clear()
             if self._part.keeps_standby:
@@ -336,6 +338,11 @@ class Agent:
             return CUT_OFF
         self._wire.send(messages.Goodbye())
         return 0
+
+    @property
+    def _is_suspect(self) -> bool:
+        """Return whether this node has failed repeatedly, so that it is examined before it is used again."""
+        return node_name() in self._record.suspects
 
     def _stop(self, running: RunningNode) -> None:
         """Ask the workers to stop, but only once, even if both Slurm and the hub request it."""

@@ -23,7 +23,7 @@ from trainspec_cli.core.printable import format_duration
 from trainspec_cli.core.wings import Point
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSection
-from trainspec_cli.recipe.results.doctor import FAULTS, NodeReport
+from trainspec_cli.recipe.results.doctor import DISK, FAULTS, NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend.family import Family, start_guard
 from trainspec_cli.run.backend.hub import Came, Hub, Lost, News, RemoteNode, max_pending
@@ -213,6 +213,8 @@ class Examination:
     judge: Callable[[Sequence[NodeReport]], None]
     """A function that receives the reports of all nodes, ordered by node number. Raises MachineError if a node is
     unfit."""
+    of_all: bool = True
+    """False if only nodes that have failed repeatedly run it."""
 
 
 @dataclass(frozen=True)
@@ -326,9 +328,10 @@ class NodesBackend:
         self._reach = reach
         # A node that returns, or a spare, must not end a run that works without it. But one that has failed repeatedly
         # for the same cause is not used again unchecked.
-        self._suspects = repeated_faults(read_node_failures(job.run)) if job.survives_lost_nodes else {}
-        skips = job.survives_lost_nodes and job.is_restart and not self._suspects
-        self._examination = None if skips else examination
+        # (There is no examination for users' commands.)
+        self._suspects = repeated_faults(read_node_failures(job.run)) if job.survives_lost_nodes and examination else {}
+        of_all = examination and examination.of_all and not (job.survives_lost_nodes and job.is_restart)
+        self._examination = examination if of_all or self._suspects else None
         self._num_nodes = plan.num_nodes if plan else job.num_nodes or len(job.nodes)
         self._num_groups = plan.replica_groups if plan else 1
         # A run with one group restarts without the lost node, or its job is requeued.
@@ -396,17 +399,22 @@ class NodesBackend:
             if presence != self._presence.get(group):
                 self._presence[group] = presence
                 events.append(run_state.PresenceChanged(group, presence))
-        hostnames = tuple(node.hostname if node.is_connected else "" for node in self._hub.nodes)
+        # A spare that has failed repeatedly is not used before it has been examined.
+        hostnames = tuple(
+            "" if not node.is_connected or (node.hostname in self._suspects and not node.admitted) else node.hostname
+            for node in self._hub.nodes
+        )
         if hostnames != self._hostnames and self._places:
             self._hostnames = hostnames
             missing = [str(self._number(node)) for node in self._hub.nodes[: self._num_nodes] if not node.is_connected]
             waiting = ""
             # The agent of node 0 is started by this process's job, and may connect later than another node's agent.
+            key = self._join_key
             if missing and self._hub.nodes[0].is_connected:
                 waiting = (
                     f"{self._num_nodes - len(missing)} of {self._num_nodes} nodes have joined; waiting for node "
                     f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''} at {self._reach.head} "
-                    f"(up to {format_duration(self._join_timeout_s)} after the start; {self._kind.join_key})"
+                    f"(up to {format_duration(self._join_timeout_s)} after the start{'; ' if key else ''}{key})"
                 )
             events += [run_state.NodesSeen(hostnames, waiting)]
         events += poll_starts(self._starts)
@@ -483,7 +491,7 @@ class NodesBackend:
         here = [node for node in self._hub.nodes[: self._num_nodes] if not node.is_gone and not node.refusal]
         new = [node for node in here if node.wire and not node.admitted]
         if self._suspects:
-            return self._admit_checked([node for node in here if node.wire and not node.admitted])
+            return self._admit_checked([node for node in self._hub.nodes if node.is_connected])
         if self._examination and any(node.report is None for node in here):
             return []
         if new and self._examination:
@@ -499,41 +507,48 @@ class NodesBackend:
             node.admitted = True
         return []
 
-    def _admit_checked(self, new: Sequence[RemoteNode]) -> list[run_state.Event]:
+    def _admit_checked(self, nodes: Sequence[RemoteNode]) -> list[run_state.Event]:
         """Admit connected nodes, but those that have failed repeatedly only if their examination finds nothing."""
-        events = []
-        for node in new:
+        events: list[run_state.Event] = []
+        for node in nodes:
+            if node.admitted or node.refusal:
+                continue
             if node.hostname not in self._suspects:
                 node.admitted = True
                 continue
-            cause, times = self._suspects[node.hostname]
-            failed = f"it has failed {times} times for the same cause ({cause})"
-            if not self._examination:
-                problem = Problem("unfit_host", f"{failed} and was not examined", hint="set run.preflight=true")
-                events.append(self._refuse(node, MachineError(problem)))
-            elif node.report is not None:
-                bad = [check for check in node.report.checks if check.status == "fail" or check.name == FAULTS]
-                if bad:
-                    problem = Problem("unfit_host", f"{failed}, and its check says: {bad[0].found}", hint=bad[0].advice)
-                    events.append(self._refuse(node, MachineError(problem)))
-                    continue
-                node.admitted = True
-                checked = EventWriter(self._job.run.supervisor_events, SUPERVISOR_RANK)
-                checked.write(NodeCheckedEvent(host=node.hostname))
-                checked.close()
+            if node.report is None:
+                continue
+            # The space in the run folder is no fault of the node, and the run trains in that folder.
+            checks = (check for check in node.report.checks if check.name != DISK)
+            bad = [check for check in checks if check.status == "fail" or check.name == FAULTS]
+            if bad:
+                cause, times = self._suspects[node.hostname]
+                failed = f"it has failed {times} times for the same cause ({cause}), and its check says: {bad[0].found}"
+                events.append(self._refuse(node, MachineError(Problem("unfit_host", failed, hint=bad[0].advice))))
+                continue
+            node.admitted = True
+            checked = EventWriter(self._job.run.supervisor_events, SUPERVISOR_RANK)
+            checked.write(NodeCheckedEvent(host=node.hostname))
+            checked.close()
         return events
 
     def _refuse(self, node: RemoteNode, error: MachineError) -> run_state.Event:
         node.refusal = str(error)
         node.send(messages.EndAgent())
+        if node.node >= self._num_nodes:  # the run works without this spare
+            return run_state.Noted(f"{node.name} cannot be used: {node.refusal}")
         return run_state.NodeUnfit(self._number(node), node.hostname, node.refusal, error.problems[0].hint)
 
     # Open and close a generation
 
     @property
     def _join_timeout_s(self) -> float:
-        wanted_s = self._job.join_timeout_s
+        wanted_s = self._job.join_timeout_s if self._job.rejoin_s is None else self._job.rejoin_s
         return run_section(self._plan).join_timeout_s if wanted_s is None else wanted_s
+
+    @property
+    def _join_key(self) -> str:
+        return self._kind.join_key if self._job.rejoin_s is None else ""
 
     def _open_hub(self, secret: bytes, address: str) -> Hub:
         nodes = max(self._num_nodes, len(self._places))
@@ -545,7 +560,7 @@ class NodesBackend:
             listen(address),
             timeout_s=run_section(self._plan).node_timeout_s,
             join_timeout_s=self._join_timeout_s,
-            join_key=self._kind.join_key,
+            join_key=self._join_key,
             welcomes_back=welcomes_back,
             num_own=self._num_nodes,
         )

@@ -204,7 +204,7 @@ class Mirror:
             content = file.read(entry.size - begin)
         if entry.path.endswith(".jsonl"):
             content = content[: content.rfind(b"\n") + 1]
-        if content:
+        if content or not begin:  # a worker's log may stay empty
             first.append(f"{RUN}/{entry.path}", content)
         return begin + len(content)
 
