@@ -340,7 +340,9 @@ class RayBench(Bench):
         return {1: read_object(self.run.result_json)["exit_code"] if ended else None}
 
     def left(self) -> list[str]:
-        return [one for one in super().left() if "trainspec_cli" in one or ("ray::" in one and "IDLE" not in one)]
+        """Ray's own agents and its idle workers stay."""
+        ours = ("trainspec_cli", "ray::AgentActor", "ray::SupervisorActor")
+        return [one for one in super().left() if any(name in one for name in ours)]
 
 
 class SlurmMachines:
