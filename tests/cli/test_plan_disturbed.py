@@ -72,4 +72,4 @@ def test_a_run_is_not_disturbed(command: str, capsys: pytest.CaptureFixture[str]
 
 def test_a_sweep_takes_no_disturbance(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *GPUS, "disturb=slow_device", "--sweep", "cluster.num_nodes=1,2"]) == 2
-    assert "disturb= and --sweep" in capsys.readouterr().err
+    assert "disturb= describes one plan" in capsys.readouterr().err

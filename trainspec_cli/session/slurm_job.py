@@ -50,14 +50,14 @@ def run_in_child() -> None:
     before = {number: signal.getsignal(number) for number in FORWARDED}
     while True:
         spoken = spoken_bytes(run)
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # a signal in between would end this process
         child = os.fork()
+        for number, handler in before.items():
+            signal.signal(number, partial(_forward, child) if child else handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         if not child:
-            for number, handler in before.items():
-                signal.signal(number, handler)
             main()
             return
-        for number in FORWARDED:
-            signal.signal(number, partial(_forward, child))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         # Without an event from the workers, the next child would most likely be killed, too.
         if code != -signal.SIGKILL or spoken_bytes(run) == spoken:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from trainspec_cli.engine.build.assemble import build_model
+from trainspec_cli.engine.models.language_model import PublishedModel
 from trainspec_cli.engine.models.lora import LoraLinear, QuantisedLinear, QuantisedLoraLinear, apply_lora
 from trainspec_cli.engine.nf4 import quantise
 from trainspec_cli.engine.shares import TENSORS, restore
@@ -65,7 +66,7 @@ def test_an_adapter_is_a_matrix_added(rank):
 
 @pytest.mark.parametrize("base", ["full", "nf4"])
 def test_a_matrix_outside_of_the_blocks_stays_and_inside_only_those_named_get_adapters(base: str) -> None:
-    part = torch.nn.Module()
+    part = PublishedModel()
     part.q, part.blocks = torch.nn.Linear(128, 64), torch.nn.ModuleList([torch.nn.Module()])
     part.blocks[0].q, part.blocks[0].k = torch.nn.Linear(128, 64), torch.nn.Linear(128, 64)
     with torch.device("meta"):

@@ -12,7 +12,7 @@ import pytest
 from engine.models import type_layouts_worker as worker
 from lab.ranks import outputs
 
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.model import HybridModel
 
 WORKER = Path(worker.__file__)
 CASES = worker.cases()
@@ -52,11 +52,12 @@ def test_layouts_are_refused_only_where_the_model_has_nothing_to_divide() -> Non
 
 def why_not(family: str, layout: str) -> frozenset[str]:
     """Return the keys because of which a layout is impossible for a model type."""
-    model = worker.FAMILIES[family]
-    assert isinstance(model, DecoderModel)
+    model = worker.MODELS[family]
     if layout == "experts" and model.experts is None:
         return frozenset({"layout.ep"})
-    if layout == "ring" and model.sliding_window is not None:  # ulysses has windows
+    if isinstance(model, HybridModel):
+        return hybrid_why_not(model, layout)
+    if layout == "ring" and (model.sliding_window or model.mla or model.attention_sinks):  # ulysses has them
         return frozenset({"layout.context_method"})
     if ("tensor" in layout or layout == "ulysses") and model.num_kv_heads % 2:
         return frozenset({"layout.cp" if layout == "ulysses" else "layout.tp"})
@@ -65,3 +66,11 @@ def why_not(family: str, layout: str) -> frozenset[str]:
     if layout == "plain tensor" and model.experts is not None:  # every rank would route the same tokens
         return frozenset({"layout.sequence_parallel"})
     return frozenset()
+
+
+def hybrid_why_not(model: HybridModel, layout: str) -> frozenset[str]:
+    if layout in ("ring", "ulysses"):  # scans and convolutions need the tokens before
+        return frozenset({"layout.cp"})
+    if layout == "experts":
+        return frozenset({"layout.ep"})
+    return frozenset({"layout.tp"} if "tensor" in layout and model.mamba_groups % 2 else ())

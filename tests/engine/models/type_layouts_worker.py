@@ -23,6 +23,8 @@ LAYOUTS = {
     "pipeline": Layout(pp=2),
     "experts": Layout(dp_shard=2, ep=2),
 }
+MODELS: dict[str, DecoderModel | HybridModel] = {}
+"""The models of the cases by `TYPE/NUMBER`; a process that runs cases adds them to `FAMILIES`."""
 KINDS: dict[str, type[DecoderModel | HybridModel]] = {"decoder": DecoderModel, "hybrid": HybridModel}
 
 
@@ -33,16 +35,21 @@ def cases() -> dict[str, Case]:
         for number, config in enumerate(variants):
             family = f"{kind}/{number}"
             values = read_model(AutoConfig.for_model(kind, **config).to_dict(), "config.json")
-            FAMILIES[family] = from_plain(KINDS[str(values.get("family", "decoder"))], values)
+            MODELS[family] = from_plain(KINDS[str(values.get("family", "decoder"))], values)
             found |= {f"{family} {name}": Case(family, layout, micro_batch_size=4) for name, layout in LAYOUTS.items()}
     return found
 
 
 def refused(case: Case) -> frozenset[str]:
     """Return the keys because of which the recipe rules refuse a case; empty if it is legal."""
-    return frozenset(problem.path for problem in refusals(case))
+    FAMILIES[case.family] = MODELS[case.family]
+    try:
+        return frozenset(problem.path for problem in refusals(case))
+    finally:
+        del FAMILIES[case.family]
 
 
 if __name__ == "__main__":
     layout_worker.CASES |= cases()
+    FAMILIES |= MODELS
     layout_worker.main()

@@ -55,7 +55,7 @@ def test_a_name_of_the_hub_is_the_checkpoint_in_its_cache(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     (found,) = examine(["recipe=tiny", "model=auto", "init.from=hf:some-org/tiny"]).problems
     assert f"{tmp_path}/cache" in found.message and "some-org/tiny (main)" in found.message
-    assert "download some-org/tiny; " in found.hint
+    assert "trainspec get hf:some-org/tiny," in found.hint
     (snapshots / ("a" * 40)).symlink_to(folder)
     examined = examine(["recipe=tiny", "model=auto", "init.from=hf:some-org/tiny"])
     assert (examined.problems, examined.draft.model.hidden_size) == ([], 64)

@@ -6,7 +6,7 @@ Shapes: B samples, S tokens per sample, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainspec_cli.engine.models.attention import Attention, MultiHeadLatentAttention
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
 from trainspec_cli.engine.models.experts import MixtureOfExperts, Router
-from trainspec_cli.engine.models.layers import BatchNorm, FeedForward, RMSNorm
+from trainspec_cli.engine.models.layers import BatchNorm, FeedForward, NormOverHeads, RMSNorm
 from trainspec_cli.engine.models.lora import QuantisedWeight
 from trainspec_cli.engine.models.mamba2 import Mamba2, init_scan
 from trainspec_cli.recipe.keys.model import OwnModel, TextModel, embeds_at_both_ends
@@ -51,6 +51,10 @@ class PublishedModel(nn.Module):
     def compile_modules(self) -> Sequence[nn.Module]:
         """Return the modules that are each compiled as a unit; code between them remains eager."""
         return self.block_modules()
+
+    def head_norms(self) -> Mapping[str, NormOverHeads]:
+        """Return the norms that cover all heads together, of which tensor parallelism gives each rank a part."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, NormOverHeads)}
 
     def norm_modules(self) -> Sequence[BatchNorm]:
         """Return the modules whose statistics are computed over the samples of all ranks."""

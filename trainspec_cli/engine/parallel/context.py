@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.comm.exchange import Peers, enter_region, exchange, leave_region, sent_bytes
 from trainspec_cli.engine.digest import IGNORED_TARGET
-from trainspec_cli.engine.models.layers import NormOverHeads
 from trainspec_cli.engine.shares import Cut
 from trainspec_cli.recipe.keys.layout import ContextMethod
 
@@ -244,10 +243,10 @@ def apply_tensor_parallel(
     regions, and those outside if the sequence is split.
 
     With `overlaps`, exchanges of the backward pass overlap with the gradients of weights (`_overlap_exchanges`)."""
-    over_heads = {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, NormOverHeads)}
-    for norm in over_heads.values():
+    patterns = dict(model.tensor_cuts)
+    for name, norm in model.head_norms().items():
         norm.sum_over_ranks = peers.sum_
-    patterns = {**dict.fromkeys(over_heads, 0), **model.tensor_cuts}
+        patterns[f"{name}.weight"] = 0
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         dim = next((dim for pattern, dim in patterns.items() if fnmatchcase(name, pattern)), None)
         if dim is None:

@@ -46,7 +46,7 @@ def complete_module(data: JsonObject, begins_with: str | None, *, to_run: bool) 
         config = read_config(folder)
         counted = _count(
             ModuleRequest(
-                config=json.dumps(config, separators=(",", ":")),
+                config=json.dumps(config, separators=(",", ":"), allow_nan=False),
                 folder=str(folder),
                 seq_len=seq_len if isinstance(seq_len, int) and seq_len > 0 else USUAL_SEQ_LEN,
                 compute="fp32" if precision in ("fp32", "tf32") or (precision == AUTO and on_cpu) else "bf16",
