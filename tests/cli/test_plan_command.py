@@ -116,6 +116,18 @@ def test_plans_are_compared_with_changes_and_engines(capsys: pytest.CaptureFixtu
     assert steps[1] < steps[0] and steps[3] < steps[2]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--compare", "data.seq_len=4096", "--sweep", "data.seq_len=2048,4096"],
+        ["--compare", "framework=megatron", "--engine", "all"],
+        ["--compare", "recipe=resnet50"],
+    ],
+)
+def test_plans_that_cannot_stand_side_by_side_are_refused(arguments: list[str]) -> None:
+    assert run(["plan", *EIGHT_GPUS, *arguments]) == 2
+
+
 @pytest.mark.parametrize("changes", ["clustr=b200", "b200", "a='"])
 def test_a_mistyped_change_is_refused(changes: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *EIGHT_GPUS, "--compare", changes]) == 2

@@ -95,6 +95,9 @@ def plan(
         message = f"{asked} describes one plan, and --sweep, --compare and --engine print several"
         raise RecipeError(Problem("usage", message, hint="leave one out"))
     swept = SweepReport(tuple(SweepPoint(values, plan_recipe(point)) for values, point in points))
+    if len({point.plan.spec.model.unit for point in swept.points}) > 1:
+        message = "the plans train on different units (tokens and samples), which no column compares"
+        raise RecipeError(Problem("usage", message, hint="compare models of one kind"))
     if html:
         from trainspec_cli.reporter.plan.page import render_sweep_page  # loads charts, which text output does not need
 
@@ -125,6 +128,9 @@ def _points(
             message = f"--compare {changes} cannot be read: {error}"
             raise RecipeError(Problem("usage", message, hint="close the quote")) from error
         changed = {argument.partition("=")[0] for argument in added}
+        if both := changed.intersection(keys):
+            message = f"--compare {changes} sets {', '.join(sorted(both))}, which is swept as well"
+            raise RecipeError(Problem("usage", message, hint="leave one of them out"))
         kept = [argument for argument in arguments if argument.partition("=")[0] not in changed]
         for values, point in sweep_arguments([*kept, *added], read):
             about = {CHANGES: changes or "none"} if compared else {}

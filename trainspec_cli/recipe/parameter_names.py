@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
-from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel, Layer, TextModel
+from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel, Layer, TextModel, embeds_at_both_ends
 from trainspec_cli.recipe.keys.training import ParameterGroup
 
 
@@ -33,7 +33,7 @@ def parameter_names(model: DecoderModel | HybridModel) -> list[str]:
 def outside_names(model: TextModel, *, first: bool, last: bool) -> list[str]:
     """Return the names outside the blocks on a pipeline stage, in the order of the planner's
     `units.outside_unit`."""
-    names = ["embed.weight"] if first or (last and model.tied_embeddings) else []
+    names = ["embed.weight"] if first or (last and embeds_at_both_ends(model)) else []
     names += ["position_embed.weight"] if first and model.learned_positions else []
     names += _norm(model.as_decoder, "norm") if last else []
     return names + (["head.weight"] if last and not model.tied_embeddings else [])

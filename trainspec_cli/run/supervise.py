@@ -632,7 +632,7 @@ class Supervisor:
             assert self._marks is not None, "a generation is open"
             self._marks.write(NodeFaultEvent(host=host, fault=fault))
             known = repeated_faults(read_node_failures(self._job.run)).get(host)
-            if known and known[0] == fault.cause and self._job.nodes and self._plan:
+            if known and known[0] == fault.cause and self._job.survives_lost_nodes and self._plan:
                 self._report(
                     f"{host} has failed {known[1]} times for the same cause ({fault.text}): it is examined before it "
                     "is used again"

@@ -14,10 +14,11 @@ from trainspec_cli.engine.build.assemble import build_model
 from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update, set_learning_rate
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.planner.hardware.rates import models
-from trainspec_cli.planner.memory.engine.units import frozen_params
+from trainspec_cli.planner.memory.engine.units import frozen_params, outside_unit
+from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel
 from trainspec_cli.recipe.keys.training import OptimSpec, ParameterGroup
-from trainspec_cli.recipe.parameter_names import is_frozen, parameter_names
+from trainspec_cli.recipe.parameter_names import is_frozen, outside_names, parameter_names
 from trainspec_cli.wings.certify.families import FAMILIES
 
 MODELS = {
@@ -43,6 +44,14 @@ def test_names_and_frozen_counts_are_those_of_the_engine(name: str) -> None:
     for groups in (GROUPS, (ParameterGroup("*.weight", frozen=True),), (ParameterGroup("*experts*", frozen=True),)):
         expected = sum(one.numel() for each, one in parameters.items() if is_frozen(each, groups))
         assert frozen_params(model, groups) == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_outside_of_the_blocks_are_those_of_each_end_of_a_pipeline(name: str) -> None:
+    model = MODELS[name]
+    for first, last in ((True, False), (False, False), (False, True)):
+        unit = outside_unit(model, Layout(pp=2), first, last)
+        assert len(unit.matrices) == len(outside_names(model, first=first, last=last))
 
 
 def made() -> nn.Module:

@@ -16,7 +16,6 @@ NF4 = {"lora.rank": 4, "lora.base": "nf4"}
     ("changes", "path", "words"),
     [
         ({"lora.rank": 4, "layout.pp": 2, "layout.pipeline_schedule": "zbv"}, "layout.pipeline_schedule", "adapters"),
-        ({"lora.rank": 4, "lora.targets": []}, "lora.targets", "`lora.targets` is []"),
         ({"lora.base": "nf4"}, "lora.base", "not quantised"),
         (NF4 | {"offload": "optimizer"}, "offload", "4-bit ones"),
         (NF4 | {"model.experts": EXPERTS | {"expert_ffn_size": 63}}, "lora.base", "rows of 63"),

@@ -12,7 +12,15 @@ from trainspec_cli.recipe.keys.cluster import ClusterSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, ExpertSpec, HybridModel, LatentAttentionSpec
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
-from trainspec_cli.recipe.keys.training import BLOCK, BatchingSpec, LayoutChangeSpec, LoraSpec, OptimSpec, SchedulerSpec
+from trainspec_cli.recipe.keys.training import (
+    BLOCK,
+    BatchingSpec,
+    LayoutChangeSpec,
+    LoraSpec,
+    OptimSpec,
+    ParameterGroup,
+    SchedulerSpec,
+)
 from trainspec_cli.recipe.rules.check import check
 from trainspec_cli.recipe.rules.run import describe_other_blocks
 
@@ -88,3 +96,33 @@ def test_every_kind_of_row_that_tp_cuts_counts_and_only_where_it_is_quantised() 
     adapted = replace(SPEC, **QUANTISED, lora=LoraSpec(rank=4))  # type: ignore[arg-type]
     assert describe_other_blocks(adapted, 1, 2) == "", "so have small adapters"
     assert describe_other_blocks(SPEC, 1, 2) == "", "and those of muon are another thing"
+
+
+FIRST = ParameterGroup("blocks.0.*", frozen=True)
+DENSE_FIRST = ExpertSpec(num_experts=4, top_k=2, expert_ffn_size=32, first_dense_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"optim": OptimSpec(lr=1e-3, groups=(FIRST,)), "layout": LayoutSpec(pp=2)}, "optim.groups"),
+        ({"optim": OptimSpec(lr=1e-3, groups=(FIRST,)), "layout": LayoutSpec(pp=1)}, None),
+        ({"optim": OptimSpec(lr=1e-3), "lora": LoraSpec(rank=8, targets=())}, "lora.targets"),
+        ({"optim": OptimSpec(lr=1e-3), "lora": LoraSpec(rank=8, targets=("zzz",))}, "lora.targets"),
+        ({"optim": OptimSpec(lr=1e-3), "lora": LoraSpec(rank=8, targets=("experts.up",))}, "lora.targets"),
+        (
+            {
+                "model": replace(SPEC.model, experts=DENSE_FIRST),
+                "optim": OptimSpec(lr=1e-3),
+                "lora": LoraSpec(rank=8, targets=("experts.up",)),
+                "layout": LayoutSpec(pp=2),
+            },
+            "lora.targets",
+        ),
+        ({"optim": OptimSpec(lr=1e-3), "lora": LoraSpec(rank=8, targets=("q",)), "layout": LayoutSpec(pp=2)}, None),
+    ],
+)
+def test_every_pipeline_stage_trains_something(changes: dict[str, Any], path: str | None) -> None:
+    """Also in a plan, which would otherwise be that of a full training."""
+    found = [problem.path for problem in check(replace(SPEC, **changes)) if problem.path != "layout"]
+    assert found == ([path] if path else [])

@@ -16,6 +16,7 @@ from lab.problems import raises
 from trainspec_cli.core.errors import MachineError, RecipeError, WorkerError
 from trainspec_cli.reporter import live
 from trainspec_cli.reporter.console import RunConsole
+from trainspec_cli.run.backend.nodes.backend import Reach
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import GenerationRecord, UnplannedWork
@@ -269,3 +270,33 @@ def test_a_run_that_has_a_result_is_not_taken_over(lost: SupervisorLab) -> None:
     lost.hub.close()
     write_json(lost.run.result_json, {"status": "done", "exit_code": 0})
     assert not lost.is_gone_within(seen, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("places", "supervisor", "node", "nodes_of_reach", "lost"),
+    [
+        ((0, 1, 2, 3), None, 1, (1, 2, 0, 3), ((0, "host0"),)),
+        ((0, 1, 2), 0, 2, (2, 1, 0), ((0, "host0"),)),
+        # Node 0 was left out, and went on supervising.
+        ((1, 2, 3, 0), 0, 1, (1, 2, 3, 0), ((0, "host0"),)),
+        ((1, 2, 3, 0), 0, 2, (2, 1, 3, 0), ((0, "host0"),)),
+        ((1, 2, 3, 0, 4), 0, 4, (4, 1, 2, 3, 0), ((0, "host0"),)),
+    ],
+)
+def test_the_node_that_takes_over_knows_who_is_left(
+    run: RunDir, console: RunConsole, monkeypatch: pytest.MonkeyPatch, places, supervisor, node, nodes_of_reach, lost
+) -> None:
+    taken: list[Reach] = []
+
+    def supervise(run: RunDir, reach: Reach, console: RunConsole) -> int:
+        taken.append(reach)
+        return 0
+
+    monkeypatch.setattr(nodes, "is_running", lambda run: False)
+    record = GenerationRecord(
+        *(1, 0.0, "host0", "127.0.0.1", 1, {}, 3, "id", "logs", (), ()), nodes=places, supervisor=supervisor
+    )
+    joined = replace(COMMAND, take_over=supervise, num_nodes=lambda run: 3)
+    assert nodes.take_over(run, record, node, console, joined, 1.0) == 0
+    (reach,) = taken
+    assert (reach.nodes, reach.lost) == (nodes_of_reach, lost)

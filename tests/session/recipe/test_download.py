@@ -65,6 +65,8 @@ class Hub(ThreadingHTTPServer):
         """After how many bytes the next answers of weights end early."""
         self.pause_s = 0.0
         self.corrupts = False
+        self.resized_by = 0
+        """How much longer, or shorter, answers with weights are than the Hub says."""
 
     @property
     def url(self) -> str:
@@ -117,6 +119,8 @@ class Answers(BaseHTTPRequestHandler):
         content = hub.files[name][start:]
         if hub.corrupts and name.endswith(".safetensors"):
             content = content[:-1] + b"\x99"
+        if hub.resized_by and name.endswith(".safetensors"):
+            content = content[: hub.resized_by] if hub.resized_by < 0 else content + b"x" * hub.resized_by
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -284,3 +288,16 @@ def test_ctrl_c_keeps_the_bytes_and_the_next_call_asks_for_the_rest(hub: Hub, tm
     assert told["commit"] == COMMIT and sorted(told["files"]) == sorted(WANTED)
     assert told["received_bytes"] == sum(len(FILES[name]) for name in WANTED[3:]) - held
     assert sorted(file.name for file in (tmp_path / "tiny").iterdir()) == sorted(WANTED)
+
+
+@pytest.mark.parametrize("resized_by", [9, -9])
+def test_answers_of_another_length_end_in_an_error(hub: Hub, tmp_path: Path, resized_by: int) -> None:
+    hub.resized_by, hub.ignores_ranges = resized_by, True
+    refused(tmp_path)
+    assert len(hub.asked) <= 2 * download.TRIES + len(WANTED)
+
+
+def test_a_server_without_ranges_that_always_breaks_off_ends_in_an_error(hub: Hub, tmp_path: Path) -> None:
+    hub.ignores_ranges, hub.cuts = True, [300_000, *[200_000] * 50]
+    refused(tmp_path)
+    assert len(hub.asked) <= 2 * download.TRIES + len(WANTED)

@@ -76,3 +76,19 @@ def test_a_machine_that_ray_finds_dead_is_lost(open_crew) -> None:
     assert opened.take_losses() == []
     look(opened, "b")
     assert [number for number, _ in opened.take_losses()] == [0]
+
+
+def test_a_machine_that_dies_is_lost_once_and_its_node_never_has_two_agents(open_crew) -> None:
+    """Ray reports the machine before the call to it fails; the agent is started again after that, elsewhere."""
+    fails: list[bool] = []
+    cluster = Cluster(lambda: die() if fails else 0)
+    cluster.wait = lambda calls, timeout: (calls, []) if fails and calls[0] == 1 else ([], calls)  # type: ignore[method-assign]
+    opened = open_crew(cluster)
+    look(opened, "a")
+    for _ in range(3):
+        look(opened, "b")
+    assert ([number for number, _ in opened.take_losses()], cluster.calls) == ([0], 1)
+    fails.append(True)
+    for _ in range(3):
+        opened._attend("/run", 1, ({"b"}, ["b"]))
+    assert (opened.take_losses(), cluster.calls) == ([], 2)

@@ -119,9 +119,14 @@ class NodeDisks:
 
     # Save
 
+    @property
+    def _is_alone(self) -> bool:
+        """Return whether all ranks have the same disk, so that the others are those of spares."""
+        return len(set(self._of_ranks)) == 1
+
     def copy(self, path: Path) -> None:
         """Copy a complete file to the next disk or, if that is full or its node lost, to the one after it. Raises
-        OSError if no disk takes the copy."""
+        OSError if no disk takes the copy, unless all ranks share one disk: then only spares could take it."""
         error: OSError | None = None
         for number in range(1, len(self._disks)):
             disk = self._disks[(self._own + number) % len(self._disks)]
@@ -137,6 +142,8 @@ class NodeDisks:
             except OSError as failure:
                 error = failure
         assert error is not None, "there are at least two disks"
+        if self._is_alone:
+            return
         raise OSError(error.errno, f"no other node takes a copy: {error.strerror or error}")
 
     def write_report(self, path: Path, content: object) -> None:
@@ -149,10 +156,10 @@ class NodeDisks:
 
     def publish(self, partial: Path, final: Path, keep_last: int, kept_step: int | None) -> None:
         """Publish a checkpoint on all other disks, and remove old ones there. A lost node's disk is skipped. Raises
-        OSError if a disk is full."""
+        OSError if a disk is full, unless all ranks share one disk."""
         manifest = (partial / MANIFEST).read_bytes()
         for disk in self._others():
-            with suppress(ConnectionError), self._open(disk) as folder:
+            with suppress(OSError if self._is_alone else ConnectionError), self._open(disk) as folder:
                 folder.put(self._remote(partial / MANIFEST), manifest)
                 folder.finish(self._remote(partial), self._remote(final))
         for disk in self._others():

@@ -141,8 +141,10 @@ class AdaptedLinear(nn.Module):
         if self.lora_m is None:
             return product
         with torch.no_grad():
-            adapter = self.lora_b, self.lora_a
-            length_F = self.lengths(torch.addmm(self.full_weight(x.dtype), *adapter, alpha=self.lora_scale))
+            adapter = self.lora_b[None], self.lora_a[None]
+            # Selective recomputation would keep the result of `addmm`, a whole matrix for every layer.
+            merged = torch.baddbmm(self.full_weight(x.dtype)[None], *adapter, alpha=self.lora_scale)
+            length_F = self.lengths(merged[0])
         product = product * (self.lora_m / length_F).to(x.dtype)
         return product if self.bias is None else product + self.bias
 

@@ -96,7 +96,7 @@ def _attribute_own_values(data: JsonObject, origins: Origins, shipped: Path, cwd
         if "sources" in section and not (is_own(f"{above}.sources.{key}") or is_own(f"{above}.sources.default")):
             section["sources"] = _section_at(section, "sources") | {key: OWN_SOURCE}
         unverified = section.get("unverified")
-        if isinstance(unverified, list) and key in unverified:
+        if isinstance(unverified, list) and key in unverified and not is_own(f"{above}.unverified"):
             section["unverified"] = [other for other in unverified if other != key]
         above, _, key = ALSO_KNOWN_AS.get(path, path).rpartition(".")
         if not is_own(f"{above}.known_within.{key}"):

@@ -22,11 +22,9 @@ from trainspec_cli.recipe.keys.model import (
 )
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import (
-    EXPERT_TARGETS,
     GROUPED_ROWS,
     NF4_BLOCK,
     ONLY_REHEARSED,
-    TARGETS,
     FaultSyntaxError,
     parse_faults,
 )
@@ -95,14 +93,7 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
     if spec.precision.matmul == "fp8":
         message = "layers with adapters do not support fp8"
         yield Problem("unsupported", message, "precision.matmul", "set precision.matmul=compute")
-    if isinstance(spec.model, TransformersModel):  # the names of its layers were checked when it was counted
-        return
-    known = (*TARGETS, *EXPERT_TARGETS)
-    unknown = [target for target in spec.lora.targets if target not in known]
-    if unknown or not spec.lora.targets:
-        message = f"`lora.targets` is {list(spec.lora.targets)}; allowed are {', '.join(known)}"
-        yield Problem("wrong_choice", message, "lora.targets", "set lora.targets=[q,v]")
-    if not spec.lora.expert_targets:
+    if not spec.lora.expert_targets or isinstance(spec.model, TransformersModel):
         return
     if spec.lora.magnitude:
         message = (

@@ -24,12 +24,22 @@ from trainspec_cli.recipe.keys.model import (
     ModelSpec,
     OwnModel,
     TextModel,
+    TransformersModel,
     embeds_at_both_ends,
     has_layer_list,
 )
 from trainspec_cli.recipe.keys.run import SOURCES, DataSpec, Documents, PartSpec, RunSpec
-from trainspec_cli.recipe.keys.training import BLOCK, ON_DEVICE, OPTIMIZERS, QUANTISED_ROW, QUANTISED_SIZE, RampStage
-from trainspec_cli.recipe.parameter_names import group_of, is_frozen, parameter_names
+from trainspec_cli.recipe.keys.training import (
+    BLOCK,
+    EXPERT_TARGETS,
+    ON_DEVICE,
+    OPTIMIZERS,
+    QUANTISED_ROW,
+    QUANTISED_SIZE,
+    TARGETS,
+    RampStage,
+)
+from trainspec_cli.recipe.parameter_names import block_names, group_of, is_frozen, parameter_names
 from trainspec_cli.recipe.records import UNKNOWN
 from trainspec_cli.recipe.rules.layout import pipeline_of, size_of
 from trainspec_cli.recipe.user_code import BLOCK as OWN_BLOCK
@@ -226,7 +236,41 @@ def parameter_groups(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, "precision.matmul", "set precision.matmul=compute")
 
 
-OPTIM_RULES = (parameter_groups, muon_models, offloaded_state, blocks_of_changed_layouts)
+def trained_parts(spec: RunSpec) -> Iterator[Problem]:
+    """Require that adapters have matrices to adapt, and that each pipeline stage can train something."""
+    model, lora, groups = spec.model, spec.lora, spec.optim.groups
+    if not lora.rank and not any(group.frozen for group in groups):
+        return
+    # The names of the layers of transformers' modules are checked when these are counted.
+    if lora.rank and not isinstance(model, TransformersModel):
+        known = (*TARGETS, *EXPERT_TARGETS)
+        if not lora.targets or not set(lora.targets) <= set(known):
+            message = f"`lora.targets` is {list(lora.targets)}; allowed are {', '.join(known)}"
+            yield Problem("wrong_choice", message, "lora.targets", "set lora.targets=[q,v]")
+            return
+    if not isinstance(model, DecoderModel | HybridModel) or (lora.rank and "lora" in model.record.refuses):
+        return
+    ends = tuple(f".{target}" if target in EXPERT_TARGETS else f".{target}.weight" for target in lora.targets)
+    trained = [
+        any(name.endswith(ends) for name in block_names(model, layer))
+        if lora.rank
+        else any(not is_frozen(f"blocks.{number}.{name}", groups) for name in block_names(model, layer))
+        for number, layer in enumerate(model.layer_list)
+    ]
+    path = "lora.targets" if lora.rank else GROUPS
+    if lora.rank and not any(trained):
+        message = f"the model has no matrix that is named in `lora.targets` ({', '.join(lora.targets)})"
+        yield Problem("wrong_choice", message, path, "set lora.targets=[q,v]")
+    elif not all(trained) and spec.layout.pp != 1:
+        layers = [str(number) for number, is_trained in enumerate(trained) if not is_trained]
+        message = (
+            f"nothing is trained in layer{'s' * (len(layers) > 1)} {', '.join(layers[:8])}"
+            f"{', ...' if len(layers) > 8 else ''} (`{path}`), but each pipeline stage must train something"
+        )
+        yield Problem("illegal_layout", message, path, "set layout.pp=1, or leave a part of each layer trained")
+
+
+OPTIM_RULES = (parameter_groups, trained_parts, muon_models, offloaded_state, blocks_of_changed_layouts)
 
 
 # Rules for user-defined code: it must exist, accept the engine's call, and the recipe must specify what it needs. None

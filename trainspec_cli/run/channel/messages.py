@@ -223,6 +223,9 @@ class NumberTaken:
 class EndAgent:
     """Kill everything that is running on the node, then exit."""
 
+    why: str = ""
+    """Why the run does not use the node; empty if the start has ended for all nodes."""
+
 
 # worker -> hub
 

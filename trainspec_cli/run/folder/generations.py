@@ -87,6 +87,9 @@ class GenerationRecord:
     nodes: tuple[int, ...] = ()
     """The nodes' numbers in the job, ordered by place; from place `num_nodes` on, they are spares. If empty, each
     node's number is its place."""
+    supervisor: int | None = None
+    """Number of the node whose process supervises the run, which may be none of those that run it; null: that of the
+    first place."""
     suspects: tuple[str, ...] = ()
     """Hostnames of nodes that have failed repeatedly for one cause. If not empty, only these are checked."""
     folder: str = ""
@@ -102,6 +105,12 @@ class GenerationRecord:
     def place_of(self, node: int) -> int:
         """Return the place in the job of the node with this number."""
         return self.nodes.index(node) if node in self.nodes else node
+
+    @property
+    def supervising_node(self) -> int:
+        if self.supervisor is not None:
+            return self.supervisor
+        return self.nodes[0] if self.nodes else 0
 
 
 def describe(run: RunDir, record: GenerationRecord) -> None:

@@ -32,7 +32,7 @@ def read_rows(file: Path) -> list[dict[str, str]]:
     unknown = [
         Problem("unknown_key", f"there is no column `{name}`", hint=did_you_mean(name, known) or TEMPLATE, **at)
         for name in rows[0]
-        if name not in known
+        if name not in known and (name.strip() or any(row[name].strip() for row in rows))
     ]
     if unknown:
         raise RecipeError(unknown)

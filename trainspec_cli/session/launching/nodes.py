@@ -153,10 +153,11 @@ def take_over(
     join this node's starts. Return the run's exit code; None if another supervisor has the run."""
     if joined.take_over is None or is_running(run):
         return None
-    first, *others = lost_in.nodes[: lost_in.num_nodes]
-    spares = lost_in.nodes[lost_in.num_nodes :]
-    own = (node, *(other for other in others if other != node))
-    away = (first, *(spare for spare in spares if spare != node))
+    # The node that supervised the run may have been one of its spares.
+    first = lost_in.supervising_node
+    others, spares = lost_in.nodes[: lost_in.num_nodes], lost_in.nodes[lost_in.num_nodes :]
+    own = (node, *(other for other in others if other not in (first, node)))
+    away = (first, *(spare for spare in spares if spare not in (first, node)))
     missing = away[: max(1, joined.num_nodes(run) - len(own))]
     reach = Reach(
         own_address(lost_in.head),
@@ -243,6 +244,8 @@ class JoiningNode:
         self._lost: LostSupervisor | None = None
         self._locks_are_seen = False
         self._spoken_bytes = 0
+        self._last_code = 0
+        """The exit code of the agent of the newest start."""
         # The error for a missing first node; its hint uses the terminology of `trainspec launch`, `run`, or srun.
         message = f"no first node was found in {run.root} within {wait_s:g} s"
         first = "see what task 0 of srun printed" if joined.of_slurm else "also start the first node: --node-rank 0"
@@ -285,7 +288,12 @@ class JoiningNode:
             raise self._refusal
         result = read_result(run)
         if result is None:
-            self._tell("the first node was lost, and has not written a result")
+            is_lost = self._last_code == CUT_OFF
+            self._tell(
+                "the first node was lost, and has not written a result"
+                if is_lost
+                else "the run goes on without this node, or has ended without a result"
+            )
             self._console.report(f"restart the run: {kind_of(run).start_again(run)}")
         else:
             reason = "" if isinstance(result.reason, Absent) else f": {result.reason}"
@@ -321,6 +329,7 @@ class JoiningNode:
                 self._gives_up_s = self._deadline_s + self._wait_s
             return
         self._served = generation
+        self._last_code = code
         self._gives_up_s = self._deadline_s = time.monotonic() + RESULT_TIMEOUT_S
         self._lost_in = self._lost = None
         response = joined.first_node_loss(run) if code == CUT_OFF and joined.take_over else "end"
@@ -370,7 +379,7 @@ class LostSupervisor:
     def __init__(self, run: RunDir, record: GenerationRecord, node: int, *, locks_are_seen: bool):
         self._run = run
         self._hub = (record.head, record.hub_port)
-        others = sorted(other for other in record.nodes if other != record.nodes[0])
+        others = sorted(other for other in record.nodes if other != record.supervising_node)
         self._turn_s = others.index(node) * TURN_S if node in others else node * TURN_S
         self._locks_are_seen = locks_are_seen
         self._signs: ClaimSigns | None = None

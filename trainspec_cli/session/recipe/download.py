@@ -195,12 +195,13 @@ def _transfer(
     bytes received."""
     part = folder / file.unfinished
     received = failures = 0
+    most = _size(part)
+    """The most bytes held so far. A server without ranges starts again, which is no progress until it gets further."""
     while (size := _size(part)) != file.bytes or not part.exists():
-        if size > file.bytes:
-            part.unlink()
-            continue
-        before = received
         try:
+            if size > file.bytes:
+                part.unlink()
+                raise EOFError(f"the answer was longer than the {file.bytes:,} bytes of the file")
             ranged = headers | ({"Range": f"bytes={size}-"} if size else {})
             with session.stream("GET", url, headers=ranged, follow_redirects=True, timeout=30) as response:
                 response.raise_for_status()
@@ -214,12 +215,14 @@ def _transfer(
                         report(content.tell(), received)
             if not file.bytes:
                 break
-            if received == before:
-                raise EOFError("the answer was empty")
+            if _size(part) <= most:
+                raise EOFError("the answer ended before the file")
+            most, failures = _size(part), 0
         except Exception as error:
             if (isinstance(error, OSError) and error.errno) or not _is_passing(error):
                 raise
-            failures = 1 if received > before else failures + 1
+            failures = 1 if most < _size(part) <= file.bytes else failures + 1
+            most = max(most, min(_size(part), file.bytes))
             if failures >= TRIES:
                 raise
             time.sleep(WAIT_S * 2 ** (failures - 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +17,7 @@ from trainspec_cli.recipe.compose.folders import COMMAND_LINE, RECIPE, SUFFIX, O
 from trainspec_cli.recipe.compose.values import parse_arguments
 from trainspec_cli.recipe.json_schema import KeyMeaning, explain
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import build, known_paths
 from trainspec_cli.run.folder.files import write_text
@@ -102,6 +102,8 @@ def new_file(
     defaults = [] if not source or source.startswith(CHECKPOINT) else [source]
     if source.startswith(CHECKPOINT):
         values = _read_folder(kind, source) | values
+        if values.get("family") == "hybrid":
+            found = replace(found, section=HybridModel, offered=())
     elif source and source not in _options(found):
         hint = did_you_mean(source, _options(found)) or f"trainspec list {kind} shows all"
         problems.append(Problem("unknown_option", f"there is no {kind} `{source}`", "--from", hint))
@@ -123,10 +125,10 @@ def new_file(
     for key in missing:
         assert ask is not None
         texts.append(f"{key}={ask(key, _meaning(found, key))}")
-        (typed,), wrong = parse_arguments(texts[-1:])
+        typed, wrong = parse_arguments(texts[-1:])
         if wrong:
             raise RecipeError(wrong)
-        values[key] = typed.value
+        values[key] = typed[0].value
     named: JsonObject = {"family": "decoder"} if kind == "model" and not defaults else {}
     if kind != RECIPE:
         named["name"] = name
@@ -147,10 +149,15 @@ def _read_folder(kind: str, source: str) -> JsonObject:
 
     if kind != "model":
         raise RecipeError(Problem("usage", f"--from {source} describes a model, not a {kind}", "--from"))
-    folder = Path(source.removeprefix(CHECKPOINT))
+    folder = Path(source.removeprefix(CHECKPOINT)).expanduser()
+    if not (folder / CONFIG).is_file():
+        hint = "name the folder of a Hugging Face model on this machine"
+        raise RecipeError(Problem("missing_file", f"{folder} has no {CONFIG}", "--from", hint))
     read = read_model(read_config(folder), str(folder / CONFIG))
-    usual = {field.name: field.default for field in fields(DecoderModel) if field.default is not MISSING}
-    return {key: value for key, value in read.items() if key != "name" and (key not in usual or value != usual[key])}
+    section = HybridModel if read["family"] == "hybrid" else DecoderModel
+    usual = {field.name: field.default for field in fields(section) if field.default is not MISSING}
+    del read["name"]
+    return {key: value for key, value in read.items() if key == "family" or key not in usual or value != usual[key]}
 
 
 def _check(kind: Kind, values: JsonObject, texts: Sequence[str]) -> None:

@@ -118,7 +118,8 @@ def reserve(spec: RunSpec, console: PrintableConsole) -> Iterator[tuple[tuple[Bu
     one node. If the block fails, the nodes are released. Raises MachineError if there are too few nodes within
     `run.join_timeout_s`, or if a node cannot be used."""
     num_nodes = spec.cluster.num_nodes
-    spares = spec.cluster.reliability.spare_nodes or 0
+    # Replica groups wait for their own node: a spare would only keep a machine from taking its place.
+    spares = (spec.cluster.reliability.spare_nodes or 0) if spec.resilience.mode == "restart" else 0
     deadline_s = time.monotonic() + spec.run.join_timeout_s
     bundle = _await_nodes(spec, num_nodes, deadline_s, console)
     groups = [placement_group([bundle] * num_nodes, strategy="STRICT_SPREAD", lifetime="detached")]

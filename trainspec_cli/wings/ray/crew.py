@@ -46,7 +46,7 @@ class Crew:
         self._serving: dict[int, Any] = {}
         """The running call of each node's agent."""
         self._where: dict[int, str] = {}
-        """The id of the machine on which the node's agent runs."""
+        """The id of the machine on which the node's agent runs; empty if it is dead and the call has yet to fail."""
         self._waits_until: dict[int, float] = {}
         threading.Thread(target=self._watch, name="ray", daemon=True).start()
 
@@ -105,13 +105,13 @@ class Crew:
                 continue
             if table:
                 machines, places = table
-                where = self._where.get(number) or places[number]
-                self._where[number] = where
+                where = self._where.get(number)
+                if where is None and (where := places[number]):
+                    self._where[number] = where
                 if where and where not in machines:
+                    # The call fails by itself. Another one would start a second agent on the node's next machine.
                     self._losses.append((number, "is dead, as Ray reports"))
-                    del self._where[number]
-                    self._restart(number, now_s)
-                    continue
+                    self._where[number] = ""
             if not ray.wait([call], timeout=0)[0]:
                 continue
             try:
@@ -121,6 +121,7 @@ class Crew:
             except RayActorError:
                 # If the agent had joined, the hub knows. If not, its process is a new one that Ray is still starting,
                 # and the node is not lost.
+                self._where.pop(number, None)
                 self._restart(number, now_s)
             except RayTaskError as error:
                 self._losses.append((number, f"cannot run its agent: {error.cause}"))

@@ -215,6 +215,8 @@ def _serve(
         if code == CUT_OFF:
             how = "has closed the connection" if wire.closed else f"has been silent for {wire.silent_s:.0f} s"
             tell(f"the first node, {record.host}, {how}")
+        if agent.refusal:
+            tell(f"is not used by the run: {agent.refusal}")
         return code
     except MachineError as error:
         hint = next((problem.hint for problem in error.problems if problem.hint), "")
@@ -272,6 +274,8 @@ class Agent:
         self._requests = requests
         self._is_stopping = False
         self._is_ended = False
+        self.refusal = ""
+        """Why the run does not use this node; empty if it does."""
         self._machine = detect(look_for_gpus=plan is None or plan.device != "cpu")
         place = NodePlace(node, record.num_nodes, record.head)
         self._part = NodePart(run, plan, record, place, self._machine, serves_once)
@@ -387,7 +391,10 @@ class Agent:
             message = f"--node-rank {self._node} is used twice: {taken.hostname} has it"
             hint = "give each node a different number, from 0 to --nnodes - 1"
             raise RecipeError(Problem("usage", message, "--node-rank", hint))
-        self._is_ended = self._is_ended or any(isinstance(message, messages.EndAgent) for message in self._received)
+        for one in self._received:
+            if isinstance(one, messages.EndAgent):
+                self._is_ended = True
+                self.refusal = one.why or self.refusal
 
     @property
     def _is_cut_off(self) -> bool:

@@ -330,7 +330,9 @@ class NodesBackend:
         # for the same cause is not used again unchecked.
         # (There is no examination for users' commands.)
         self._suspects = repeated_faults(read_node_failures(job.run)) if job.survives_lost_nodes and examination else {}
-        of_all = examination and examination.of_all and not (job.survives_lost_nodes and job.is_restart)
+        # A node that takes over the run continues it: its nodes were examined when it started.
+        continues = bool(reach.lost) or (job.survives_lost_nodes and job.is_restart)
+        of_all = examination and examination.of_all and not continues
         self._examination = examination if of_all or self._suspects else None
         self._num_nodes = plan.num_nodes if plan else job.num_nodes or len(job.nodes)
         self._num_groups = plan.replica_groups if plan else 1
@@ -518,8 +520,9 @@ class NodesBackend:
                 continue
             if node.report is None:
                 continue
-            # The space in the run folder is no fault of the node, and the run trains in that folder.
-            checks = (check for check in node.report.checks if check.name != DISK)
+            # The space in a shared run folder is no fault of the node, and the run trains in that folder.
+            is_shared = not self._reach.folder
+            checks = (check for check in node.report.checks if not (is_shared and check.name == DISK))
             bad = [check for check in checks if check.status == "fail" or check.name == FAULTS]
             if bad:
                 cause, times = self._suspects[node.hostname]
@@ -534,7 +537,7 @@ class NodesBackend:
 
     def _refuse(self, node: RemoteNode, error: MachineError) -> run_state.Event:
         node.refusal = str(error)
-        node.send(messages.EndAgent())
+        node.send(messages.EndAgent(node.refusal))
         if node.node >= self._num_nodes:  # the run works without this spare
             return run_state.Noted(f"{node.name} cannot be used: {node.refusal}")
         return run_state.NodeUnfit(self._number(node), node.hostname, node.refusal, error.problems[0].hint)
@@ -583,6 +586,7 @@ class NodesBackend:
             examine=self._examination.command if self._examination else (),
             suspects=tuple(sorted(self._suspects)),
             nodes=self._places,
+            supervisor=self._reach.nodes[0] if self._reach.nodes else 0,
             folder=self._reach.folder,
             own=self._describe_work(self._port) if self._describe_work else None,
         )
