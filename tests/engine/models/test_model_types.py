@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.huggingface.config import MODEL_TYPES, differences, model_type, read_model, write_config
 from trainspec_cli.data.huggingface.folder import open_weights, read_config
 from trainspec_cli.data.huggingface.safetensors import parameters, places_of, read_header
-from trainspec_cli.engine.build.initial import buffer_shares, load_tensors
+from trainspec_cli.engine.build.initial import MappedTensors, buffer_shares, load_tensors
 from trainspec_cli.engine.models.decoder import Decoder
 from trainspec_cli.engine.models.hybrid import Hybrid
 from trainspec_cli.engine.shares import Share
@@ -288,6 +289,15 @@ def test_experts_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) ->
     with torch.no_grad():
         expected, found = theirs(tokens).logits, ours(tokens)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    # A rank of expert parallelism reads the same matrices of its experts.
+    model = described(read_config(tmp_path))
+    full = {name: parameter.detach() for name, parameter in ours.named_parameters()}
+    for name in ("blocks.0.ffn.experts.up", "blocks.0.ffn.experts.down"):
+        part = full[name][2:4]
+        share = SimpleNamespace(offsets=[2, 0, 0], local=torch.zeros_like(part))
+        (pieces,) = [one.pieces for one in parameters(model) if one.name == name]
+        assert list(MappedTensors(open_weights(tmp_path, model)).fill(share, pieces)) == []  # type: ignore[arg-type]
+        assert torch.equal(share.local, part)
 
 
 def test_weights_quantised_otherwise_are_refused() -> None:

@@ -143,6 +143,21 @@ def test_folders_hold_the_layers_under_deepseeks_names(tmp_path: Path) -> None:
     assert [one.path for one in raised.value.problems] == ["model.prediction_layers"]
 
 
+def test_outdated_copies_of_embedding_and_head_are_not_read(tmp_path: Path) -> None:
+    """Some programs leave the prediction layers of the base in the folder of a fine-tuned model."""
+    _, _, tensors = make(tmp_path)
+    file = tmp_path / "model.safetensors"
+    outdated = {
+        name: tensor + 1 for name, tensor in tensors.items() if name.endswith((".embed_tokens.weight", ".head.weight"))
+    }
+    del outdated["model.embed_tokens.weight"]
+    assert len(outdated) == 2 * LAYERS
+    safetensors.save_file(tensors | outdated, file)
+    _, ours = load(tmp_path)
+    assert ours.embed is not None and torch.equal(ours.embed.weight, tensors["model.embed_tokens.weight"])
+    assert ours.head is not None and torch.equal(ours.head.weight, tensors["lm_head.weight"])
+
+
 def test_a_text_that_ends_has_no_further_targets() -> None:
     """Documents of one row train the layers as they do in rows of their own, and the reported loss is the main one."""
     ours = Decoder(TINY, 24).double()

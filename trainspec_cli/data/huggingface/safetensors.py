@@ -221,6 +221,9 @@ class Piece:
     belong to other boxes."""
     is_conv: bool = False
     """True if the tensor has a dimension of size 1 after the first, as those of depthwise convolutions."""
+    is_copy: bool = False
+    """True if another piece of the parameter has the same values. Copies are written, but not read: some programs leave
+    those of an earlier model in a folder."""
     leading: Shape = ()
     """Dims of size 1 that the tensor has before the parameter's."""
 
@@ -296,7 +299,11 @@ def parameters(model: TextModel) -> list[Parameter]:
     }
     return [
         replace(
-            one, pieces=(*one.pieces, *(replace(one.pieces[0], tensor=tensor) for tensor in copies.get(one.name, ())))
+            one,
+            pieces=(
+                *one.pieces,
+                *(replace(one.pieces[0], tensor=tensor, is_copy=True) for tensor in copies.get(one.name, ())),
+            ),
         )
         for one in found
     ]
@@ -572,6 +579,8 @@ def adapter_config(model: DecoderModel, lora: LoraSpec, base: str | None) -> Jso
     reason = None
     if names.fused or names.transposed:
         reason = f"{kind} stores several adapted matrices in one tensor, or transposed"
+    elif model.experts is not None and model.experts.balance_rate > 0:
+        reason = "the biases of the choice of experts are trained, too (`model.experts.balance_rate`)"
     elif lora.expert_targets and len(names.experts) == 2:
         reason = f"PEFT does not know the modules of {kind}'s experts"
     elif model.experts is not None and any(".self_attn." not in module for module in modules):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
@@ -100,24 +101,39 @@ class MappedTensors:
     def __init__(self, entries: Mapping[str, StoredTensor | PackedTensor | PartedTensor]):
         self._entries = entries
         self._files: dict[Path, Tensor] = {}
+        self._unpacked: tuple[str, slice, Tensor] | None = None
+        """The tensor that was unpacked last: its name, its experts, their matrices."""
 
     def fill(self, share: Share, pieces: Sequence[Piece]) -> Iterator[str]:
         """Read a share's data. Yield each tensor with non-finite weights, and the number of such values in the full
         tensor."""
         for piece in pieces:
+            if piece.is_copy:
+                continue
             met = piece.overlap(tuple(share.offsets), tuple(share.local.shape))
             if met is None:
                 continue
             inner, outer = met
-            filled = share.local[outer].copy_(self._box(piece)[inner])
+            filled = share.local[outer].copy_(self._box(piece, inner))
             if not is_finite(filled):
-                count = count_not_finite(self._box(piece).to(filled.dtype))
+                count = count_not_finite(
+                    self._box(piece, tuple(slice(0, size) for size in piece.shape)).to(filled.dtype)
+                )
                 file = self._entries[piece.tensor].file.name
                 yield f"{count:,} of {math.prod(piece.shape):,} in {piece.tensor} ({file})"
 
-    def _box(self, piece: Piece) -> Tensor:
-        """Return the piece's tensor with its dims in the parameter's order."""
-        return piece.part_of(self.read(piece.tensor))
+    def _box(self, piece: Piece, inner: tuple[slice, ...]) -> Tensor:
+        """Return a part of the piece's tensor, with its dims in the parameter's order."""
+        entry = self._entries[piece.tensor]
+        if not isinstance(entry, PackedTensor):
+            return piece.part_of(self.read(piece.tensor))[inner]
+        # Unpack only this rank's experts, and once for both halves.
+        experts, *rest = inner
+        if self._unpacked is None or self._unpacked[:2] != (piece.tensor, experts):
+            packed = (self._whole(held, torch.uint8)[experts] for held in (entry.numbers, entry.exponents))
+            self._unpacked = piece.tensor, experts, unpack(*packed)
+        part = replace(piece, shape=(experts.stop - experts.start, *piece.shape[1:]))
+        return part.part_of(self._unpacked[2])[(slice(None), *rest)]
 
     def read(self, name: str) -> Tensor:
         """Return a tensor as it is stored."""

@@ -152,7 +152,8 @@ class Decoder(LanguageModel):
                 is_cut_S = is_cut_S | (documents_BS.roll(-ahead, 1) != documents_BS)
             further_BS = targets_BS.roll(-ahead, 1).masked_fill(is_cut_S, IGNORED_TARGET)
             x_BSD = block(x_BSD, self.embed_tokens(tokens_BS.roll(-ahead, 1)), *inputs)
-            losses.append(self.loss(x_BSD, head.weight, further_BS))
+            scaled_BSD = x_BSD * self.logit_scale if self.logit_scale != 1 else x_BSD
+            losses.append(self.loss(scaled_BSD, head.weight, further_BS))
         return torch.stack(losses).mean() * self.model.prediction_loss_weight
 
     def embed_tokens(self, tokens_BS: Tensor) -> Tensor:

@@ -427,7 +427,7 @@ def test_nodes_are_examined_before_they_are_there_and_one_that_comes_back_may_st
     (back,) = lab.call(1)
     back.send(NodeExamined(SLOW))
     lab.wait_for(NodeUnfit(1, "host1", "it is slow"))
-    assert lab.receive(back) == EndAgent()
+    assert isinstance(lab.receive(back), EndAgent)
 
 
 def test_where_all_nodes_are_new_an_unfit_one_ends_the_run(open_lab: Callable[..., Lab], plan: Plan) -> None:
@@ -455,7 +455,7 @@ def test_in_the_end_every_agent_is_ended_and_waited_for(lab: Lab, monkeypatch: p
     began = time.monotonic()
     lab.backend._close()
     assert time.monotonic() - began >= 0.5, "for the one that does not answer"
-    assert agents[1].receive() == [EndAgent()]
+    assert [type(one) for one in agents[1].receive()] == [EndAgent]
     assert not lab.job.run.secret(lab.backend.generation).exists()
     lab.wires.clear()
     lab.backend.kill = lambda: ()  # type: ignore[method-assign]
@@ -512,7 +512,7 @@ def test_a_node_whose_check_finds_its_fault_again_is_left_out(open_again: Callab
     (unfit,) = [event for event in lab.events if isinstance(event, NodeUnfit)]
     assert (unfit.node, unfit.hostname, unfit.hint) == (1, "host1", "reboot it")
     assert "2 times for the same cause (xid)" in unfit.why and FALLEN.text in unfit.why
-    assert lab.receive(agents[1]) == EndAgent()
+    assert isinstance(lab.receive(agents[1]), EndAgent)
     assert repeated_faults(read_node_failures(lab.job.run)) == {"host1": ("xid", 2)}
 
 
@@ -550,7 +550,7 @@ def test_such_a_node_is_examined_while_it_stands_by(
         lab.wait_until(lambda: seen() == ("host0", "host1"))
     else:
         lab.wait_until(lambda: any(isinstance(event, Noted) for event in lab.events))
-        assert lab.receive(agents[1]) == EndAgent()
+        assert isinstance(lab.receive(agents[1]), EndAgent)
     assert not any(isinstance(event, NodeUnfit) for event in lab.events), "the run needs no other start"
 
 
