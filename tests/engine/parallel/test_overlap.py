@@ -48,6 +48,9 @@ class Model(nn.Module):
     def block_modules(self) -> Any:
         return self.blocks
 
+    def head_norms(self) -> dict[str, Any]:
+        return {}
+
     def region_modules(self) -> Any:
         return [module for module in self.modules() if isinstance(module, FeedForward)]
 

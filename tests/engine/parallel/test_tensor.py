@@ -49,6 +49,9 @@ class Model(torch.nn.Module):
         self.blocks[1].weight.requires_grad_(False)
         self.norm = torch.nn.Parameter(torch.ones(3))
 
+    def head_norms(self) -> dict[str, torch.nn.Module]:
+        return {}
+
     def region_modules(self) -> list[torch.nn.Module]:
         return []
 
