@@ -306,8 +306,8 @@ class RunSection:
     for a lost node to return, and for the others to wait for the first node."""
     preflight: bool = True
     """Before the workers start, reject a node without enough memory or disk. On several nodes, measure each of them for
-    a few seconds, and reject one that is far slower than the others. A node that has failed twice for the same cause is
-    always checked before it is used again."""
+    a few seconds, and reject one that is far slower than the others. If a run restarts (without Slurm), a node that has
+    failed twice for the same cause is always checked before it is used again."""
 
 
 @dataclass(frozen=True)
