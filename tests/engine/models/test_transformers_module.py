@@ -15,7 +15,7 @@ from lab.ranks import outputs
 from lab.transformers_models import CONFIGS, SEQ_LEN, VOCABULARY, config_of, counted, model_of, written
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.data.huggingface.module_tensors import MODULE, open_module
+from trainspec_cli.data.huggingface.module_tensors import MODULE, module_adapters, module_parameters, open_module
 from trainspec_cli.engine.build.assemble import allocate, build_model, build_train_state, materialise
 from trainspec_cli.engine.build.initial import load_tensors
 from trainspec_cli.engine.digest import IGNORED_TARGET
@@ -195,6 +195,20 @@ def test_adapters_are_on_the_named_linear_layers_of_the_blocks(targets: tuple[st
     assert sum(one.numel() for one in part.parameters() if one.requires_grad) == adapter_params(model, lora)
     tokens, _ = draw(torch.Generator().manual_seed(0))
     assert torch.equal(part(tokens), filled(model)(tokens))  # the second halves are zero at first
+
+
+@pytest.mark.parametrize("magnitude", [False, True])
+def test_linear_layers_of_one_name_and_several_shapes_keep_their_adapters(magnitude: bool) -> None:
+    """Both `attn.c_proj` (32x32) and `mlp.c_proj` (32x128)."""
+    lora = LoraSpec(rank=2, magnitude=magnitude)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    model = counted(json.dumps({"model_type": "gpt_bigcode", "vocab_size": VOCABULARY, **sizes}), lora=lora).model
+    assert model is not None
+    trained = {name: one.shape for name, one in filled(model, lora).named_parameters() if one.requires_grad}
+    matrices = module_parameters(dict(filled(model).module.named_parameters()))
+    exported = {half.name: half.shape for one in matrices for half in module_adapters(one, model, lora)}
+    assert exported == trained
+    assert adapter_params(model, lora) == sum(shape.numel() for shape in trained.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
