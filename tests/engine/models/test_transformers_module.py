@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from lab.transformers_models import CONFIGS, SEQ_LEN, VOCABULARY, config_of, cou
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.huggingface.module_tensors import MODULE, module_adapters, module_parameters, open_module
 from trainspec_cli.engine.build.assemble import allocate, build_model, build_train_state, materialise
-from trainspec_cli.engine.build.initial import load_tensors
+from trainspec_cli.engine.build.initial import load_initial, load_tensors
 from trainspec_cli.engine.digest import IGNORED_TARGET
+from trainspec_cli.engine.models import transformers_module
 from trainspec_cli.engine.models.lora import apply_lora
 from trainspec_cli.engine.models.transformers_module import positions_in
 from trainspec_cli.engine.run.step import train_step
@@ -26,6 +28,7 @@ from trainspec_cli.engine.shares import Share
 from trainspec_cli.engine.tools.count_module import run
 from trainspec_cli.planner.workload import adapter_params, count_params
 from trainspec_cli.recipe.keys.model import TransformersModel
+from trainspec_cli.recipe.keys.run import InitSpec
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.tools import ModuleRequest
 from trainspec_cli.wings.certify.cases import Case, build_plan
@@ -119,6 +122,62 @@ def test_initial_values_are_spread_as_those_of_transformers_and_depend_on_the_se
     other = filled(model_of(kind), seed=1).module
     assert all(torch.equal(*pair) for pair in zip(module.parameters(), again.parameters(), strict=True))
     assert not all(torch.equal(*pair) for pair in zip(module.parameters(), other.parameters(), strict=True))
+
+
+APERTUS = {
+    "model_type": "apertus",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""The constructor of its activation computes two parameters and two buffers."""
+
+
+def test_buffers_of_the_constructor_keep_their_values() -> None:
+    model = counted(json.dumps(APERTUS)).model
+    assert model is not None
+    built = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**APERTUS))
+    buffers = dict(built.named_buffers())
+    assert any(name.endswith("act_fn.beta") for name in buffers)
+    found = dict(filled(model).module.named_buffers())
+    assert found.keys() == buffers.keys()
+    assert all(torch.equal(found[name], buffer) for name, buffer in buffers.items())
+
+
+@pytest.mark.usefixtures("one_process")
+def test_parameters_without_initial_values_must_be_loaded(tmp_path: Path) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**APERTUS)).eval()
+    theirs.save_pretrained(tmp_path)
+    model = counted((tmp_path / "config.json").read_text(), tmp_path).model
+    assert model is not None
+    part = filled(model)
+    state = SimpleNamespace(shares=[Share(name, one) for name, one in part.named_parameters()], parts=[part])
+
+    def load(init: InitSpec) -> None:
+        load_initial(SimpleNamespace(spec=SimpleNamespace(init=init, model=model)), state)  # type: ignore[arg-type]
+
+    with pytest.raises(RecipeError) as refused:
+        load(InitSpec())
+    assert [problem.path for problem in refused.value.problems] == ["init.from"]
+    load(InitSpec(f"hf:{tmp_path}"))
+    load(InitSpec())  # all parameters have values
+    tokens, _ = draw(torch.Generator().manual_seed(0))
+    assert torch.equal(part(tokens), theirs(tokens).logits)
+
+
+def test_causality_is_not_tried_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = filled(model_of("opt"))
+    asked: list[torch.device | None] = []
+    monkeypatch.setattr(transformers_module, "has_values", lambda device=None: asked.append(device))
+    monkeypatch.setattr(part, "_try", None)  # not callable
+    part(*draw(torch.Generator().manual_seed(0)))
+    assert asked == [CPU]
 
 
 def test_positions_begin_anew_with_each_document() -> None:
@@ -276,6 +335,7 @@ class Tiny(PreTrainedModel):
         self.embed = torch.nn.Embedding(config.vocab_size, config.width)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(config.width, config.width) for _ in range(2))
         self.head = torch.nn.Linear(config.width, config.vocab_size)
+        self.register_buffer("strength", torch.tensor(0.5), persistent=False)
         self.post_init()
     def get_input_embeddings(self):
         return self.embed
@@ -284,7 +344,7 @@ class Tiny(PreTrainedModel):
     def forward(self, input_ids, use_cache=None):
         x = self.embed(input_ids)
         for layer in self.layers:
-            x = x + layer(x).relu()
+            x = x + layer(x).relu() * self.strength
         return CausalLMOutput(logits=self.head(x))
 """
     (tmp_path / "code.py").write_text(code)
@@ -299,5 +359,6 @@ class Tiny(PreTrainedModel):
     assert found.model is not None, found.problems
     assert [part.count for part in found.model.blocks] == [2]
     part = filled(found.model)
+    assert float(part.module.strength) == 0.5
     tokens, targets = draw(torch.Generator().manual_seed(0))
     assert torch.isfinite(part(tokens, targets))

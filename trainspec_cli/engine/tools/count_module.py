@@ -58,8 +58,7 @@ def _count(request: ModuleRequest) -> TransformersModel:
         trust_remote_code=request.trust_remote_code,
         name=str(described.get("_name_or_path") or described.get("model_type")),
     )
-    with torch.device("meta"):
-        module = make_module(draft)
+    module = make_module(draft)
     blocks = block_list(module)
     embedding = module.get_input_embeddings()
     draft = replace(
@@ -111,12 +110,9 @@ def _check_weights(module: Any, model: TransformersModel) -> None:
     held = sorted(name for name in buffers & set(entries) if name in module.state_dict())
     if not held:
         return
-    wrapper = TransformersLanguageModel(model)
-    with torch.no_grad():
-        wrapper.init_buffers()
     stored = MappedTensors(entries)
     for name in held:
-        if not torch.equal(wrapper.module.get_buffer(name).float(), stored.read(name).float()):
+        if not torch.equal(module.get_buffer(name).float(), stored.read(name).float()):
             message = f"{folder} holds values in the buffer {name}, which are neither trained nor kept in checkpoints"
             raise RecipeError(Problem("unsupported", message, "init.from", "train it with `trainspec run`"))
 
@@ -191,8 +187,7 @@ class _Watch:
 
 
 def _traced(model: TransformersModel, request: ModuleRequest) -> TransformersModel:
-    with torch.device("meta"):
-        whole = TransformersLanguageModel(model)
+    whole = TransformersLanguageModel(model)
     forms = [
         (type(block).__name__, tuple(tuple(parameter.shape) for parameter in block.parameters()))
         for block in whole.block_modules()
