@@ -297,6 +297,14 @@ def test_a_state_with_one_name_for_tied_weights_is_loaded(kind: str) -> None:
         other.load_state_dict(dict(list(weights.items())[1:]))
 
 
+@pytest.mark.parametrize(("kind", "positions"), [("opt", 64), ("gptj", 64), ("bloom", 0), ("apertus", 0)])
+def test_the_longest_sample_is_that_of_the_table_of_positions(kind: str, positions: int) -> None:
+    found = counted(json.dumps(APERTUS) if kind == "apertus" else config_of(kind), seq_len=128).model
+    assert found is not None
+    assert found.learned_positions == positions
+    assert found.traced_seq_len == (positions or 128)
+
+
 def test_problems_of_folders_and_layers_are_named(tmp_path: Path) -> None:
     written("opt", tmp_path / "opt")
     text = (tmp_path / "opt" / "config.json").read_text()

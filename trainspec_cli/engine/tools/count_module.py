@@ -29,6 +29,10 @@ from trainspec_cli.recipe.results.tools import ModuleCount, ModuleRequest
 
 CPU = torch.device("cpu")
 FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len")
+"""Keys of config.json for the largest number of positions."""
+POSITION_BUFFERS = ("embed_positions", "position_ids")
+"""Buffers with an entry for each position."""
 OUTSIDE = TracedPart(())
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -68,12 +72,16 @@ def _count(request: ModuleRequest) -> TransformersModel:
         vocab_size=embedding.num_embeddings,
         block_list=blocks,
         prefix=f"{module.base_model_prefix}." if module.base_model_prefix else "",
+        learned_positions=_positions_of(module),
         tied_embeddings=module.get_output_embeddings().weight is embedding.weight,
     )
     _check_blocks(module, blocks)
     if request.has_weights:
         _check_weights(module, draft)
     _check_adapters(module, blocks, request.lora)
+    if draft.learned_positions:  # a rule refuses longer samples
+        request = replace(request, seq_len=min(request.seq_len, draft.learned_positions))
+        draft = replace(draft, traced_seq_len=request.seq_len)
     try:
         try:
             return _traced(draft, request)
@@ -83,6 +91,25 @@ def _count(request: ModuleRequest) -> TransformersModel:
         message = f"{type(module).__name__} cannot be traced without values: {error}"
         hint = "train it with `trainspec run`"
         raise RecipeError(Problem("unsupported", message, "model.backend", hint)) from error
+
+
+def _positions_of(module: Any) -> int:
+    """Return the number of positions in the module's tables; 0 if it computes positions of any length. Tables are
+    embeddings with a row for each position in config.json (OPT and BART have two more), and buffers of these names."""
+    config = module.config.get_text_config()
+    longest = next((found for key in POSITION_KEYS if isinstance(found := getattr(config, key, None), int)), 0)
+    embeddings = [
+        one.num_embeddings
+        for one in module.modules()
+        if isinstance(one, nn.Embedding) and one is not module.get_input_embeddings()
+    ]
+    buffers = [
+        size
+        for name, buffer in module.named_buffers()
+        if name.rpartition(".")[2] in POSITION_BUFFERS
+        for size in buffer.shape
+    ]
+    return longest if {longest, longest + 2} & {*embeddings, *buffers} else 0
 
 
 def _check_blocks(module: Any, blocks: str) -> None:
