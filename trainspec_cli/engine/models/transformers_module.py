@@ -95,7 +95,7 @@ def _parameters_on_meta() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
-    hook = register_module_parameter_registration_hook(to_meta)
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # it may return a parameter
     try:
         with torch.device("cpu"), _LargeOnMeta():
             yield
