@@ -305,13 +305,13 @@ def test_the_longest_sample_is_that_of_the_table_of_positions(kind: str, positio
     assert found.traced_seq_len == (positions or 128)
 
 
-def test_problems_of_folders_and_layers_are_named(tmp_path: Path) -> None:
+def test_problems_of_folders_are_named(tmp_path: Path) -> None:
     written("opt", tmp_path / "opt")
     text = (tmp_path / "opt" / "config.json").read_text()
     config = json.loads(text)
 
-    def problems(values: dict[str, Any], lora: LoraSpec = LoraSpec()) -> list[tuple[str, str]]:  # noqa: B008
-        found = counted(json.dumps(config | values), tmp_path / "opt", lora)
+    def problems(values: dict[str, Any]) -> list[tuple[str, str]]:
+        found = counted(json.dumps(config | values), tmp_path / "opt")
         assert found.model is None
         return [(problem.code, problem.path) for problem in found.problems]
 
@@ -321,7 +321,6 @@ def test_problems_of_folders_and_layers_are_named(tmp_path: Path) -> None:
     assert problems({"ffn_dim": 48}) == [("bad_checkpoint", "init.from")]  # other shapes
     assert problems({"num_hidden_layers": 4}) == [("bad_checkpoint", "init.from")]  # missing tensors
     assert problems({"hidden_size": "wide"}) == [("unsupported", "init.from")]
-    assert problems({}, LoraSpec(rank=2, targets=("query",))) == [("wrong_choice", "lora.targets")]
 
 
 def test_code_of_a_folder_runs_only_with_permission(tmp_path: Path) -> None:

@@ -78,7 +78,10 @@ def _count(request: ModuleRequest) -> TransformersModel:
     _check_blocks(module, blocks)
     if request.has_weights:
         _check_weights(module, draft)
-    _check_adapters(module, blocks, request.lora)
+    named = module.get_submodule(blocks).named_modules()
+    linears = {name.rpartition(".")[2] for name, one in named if isinstance(one, nn.Linear)}
+    if not linears & (linears if request.lora.targets == TARGETS else set(request.lora.targets)):
+        request = replace(request, lora=LoraSpec())  # a rule refuses these targets
     if draft.learned_positions:  # a rule refuses longer samples
         request = replace(request, seq_len=min(request.seq_len, draft.learned_positions))
         draft = replace(draft, traced_seq_len=request.seq_len)
@@ -142,19 +145,6 @@ def _check_weights(module: Any, model: TransformersModel) -> None:
         if not torch.equal(module.get_buffer(name).float(), stored.read(name).float()):
             message = f"{folder} holds values in the buffer {name}, which are neither trained nor kept in checkpoints"
             raise RecipeError(Problem("unsupported", message, "init.from", "train it with `trainspec run`"))
-
-
-def _check_adapters(module: Any, blocks: str, lora: LoraSpec) -> None:
-    """Require that every name in `lora.targets` is a linear layer of the blocks."""
-    if not lora.rank or lora.targets == TARGETS:
-        return
-    named = module.get_submodule(blocks).named_modules()
-    known = dict.fromkeys(name.rpartition(".")[2] for name, one in named if isinstance(one, nn.Linear))
-    unknown = [target for target in lora.targets if target not in known]
-    if unknown:
-        message = f"no linear layer of the blocks of {type(module).__name__} is named {', '.join(unknown)}"
-        hint = f"set lora.targets=[{','.join(known)}], or some of these"
-        raise RecipeError(Problem("wrong_choice", message, "lora.targets", hint))
 
 
 # Trace the first block of each kind, between everything else. A part's memory is linear in the number of samples, so
