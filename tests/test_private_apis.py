@@ -119,6 +119,7 @@ PARTS: dict[str, str] = {
         "wings/emulated/engine/device.py wings/emulated/engine/exchanges.py wings/emulated/engine/host.py"
     ),
     "torch.utils._pytree.tree_map_only": "engine/parallel/expert.py",
+    "torch.nn.Module._apply": "engine/models/transformers_module.py",
     "transformers.PreTrainedModel._init_weights": "engine/models/transformers_module.py",
 }
 """The name -> the files that use it."""

@@ -14,13 +14,14 @@ from lab.problems import raises
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.corpus.prepare import prepare
 from trainspec_cli.data.corpus.sources import Collection
+from trainspec_cli.recipe.keys.model import TracedPart, TransformersModel
 from trainspec_cli.recipe.keys.run import DataSpec, InitSpec, TokenizerSpec
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import ExportRequest
 from trainspec_cli.run import exporting
-from trainspec_cli.run.exporting import Export, find_checkpoint, write_adapters, write_folder
+from trainspec_cli.run.exporting import Export, find_checkpoint, how_to_load, write_adapters, write_folder
 from trainspec_cli.run.folder.event_types.events import EvalEvent
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import read_json, write_json
@@ -189,6 +190,31 @@ def test_adapters_beside_four_bits_have_a_card_that_says_so(
     write_adapters(Export(make(lora=lora, init=InitSpec("another/run")), 4), tmp_path / "beside")
     card = (tmp_path / "beside" / "README.md").read_text()
     assert str(tmp_path / "beside" / "base") in card and "dequantised" in card
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_that_computes_the_model_goes_with_it(
+    make: Make, requests: list[ExportRequest], tmp_path: Path, trusted: bool
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("modeling.py", "configuration.py", "notes.txt"):
+        (folder / name).write_text(name)
+    part = TracedPart(("4x4",))
+    config = json.dumps({"model_type": "some", "auto_map": {"AutoModelForCausalLM": "modeling.Some"}})
+    sizes = {"num_layers": 1, "hidden_size": 8, "vocab_size": 16, "traced_seq_len": 8, "traced_width": 4}
+    names = {"block_list": "layers", "prefix": "", "folder": str(folder)}
+    model = TransformersModel(config, **sizes, **names, blocks=(part,), outside=part, trust_remote_code=trusted)
+    run = make(model=model, lora=LoraSpec(rank=2), init=InitSpec("another/run"))
+    write_folder(Export(run, 4), tmp_path / "whole")
+    write_adapters(Export(run, 4), tmp_path / "adapters")
+    for out in (tmp_path / "whole", tmp_path / "adapters" / "base"):
+        code = {file.name: file.read_text() for file in out.glob("*.py")}
+        assert code == ({name: name for name in ("modeling.py", "configuration.py")} if trusted else {})
+        assert ("auto_map" in read_json(out / "config.json")) == trusted
+        assert not (out / "notes.txt").exists()
+    for out in ("whole", "adapters"):
+        assert ("trust_remote_code=True" in how_to_load(run, tmp_path / out)[0]) == trusted
 
 
 ROLES = ("user", "assistant")

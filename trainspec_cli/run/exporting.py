@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject
@@ -31,7 +31,7 @@ from trainspec_cli.data.huggingface.module_tensors import module_adapter_config
 from trainspec_cli.data.huggingface.safetensors import ADAPTER_CONFIG, adapter_config
 from trainspec_cli.data.weights import litgpt_config
 from trainspec_cli.data.weights.naming import other_tensors
-from trainspec_cli.recipe.keys.model import DecoderModel, TextModel, TransformersModel
+from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec, TextModel, TransformersModel
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import ExportRequest
 from trainspec_cli.run.folder.accounting import best_checkpoint
@@ -116,6 +116,7 @@ def write_folder(
             described = litgpt_config.write_config(model, plan.spec.data.seq_len)
     with publishing(output.expanduser().resolve()) as temporary:
         _write_beside(plan, wanted.run, config, temporary)
+        _copy_code(model, temporary)
         if described is not None:
             (temporary / litgpt_config.CONFIG).write_text(described, encoding="utf-8")
         _write_tensors(wanted, temporary, "merged", _TENSOR_FORMATS[format_], names)
@@ -128,7 +129,9 @@ def _config(plan: Plan, wanted: Export) -> JsonObject:
     dtype = DTYPES[wanted.dtype][1]
     if isinstance(plan.spec.model, TransformersModel):
         kept = json.loads(plan.spec.model.config)
-        return {key: value for key, value in kept.items() if key != "torch_dtype"} | {"dtype": dtype}
+        # Without permission to run the folder's code, transformers' own module was trained.
+        left_out = ("torch_dtype",) if plan.spec.model.trust_remote_code else ("torch_dtype", "auto_map")
+        return {key: value for key, value in kept.items() if key not in left_out} | {"dtype": dtype}
     config = write_config(plan.spec.model, plan.spec.data.seq_len, dtype)  # type: ignore[arg-type]
     original = wanted.run.huggingface
     if (original / CONFIG).is_file():
@@ -170,6 +173,18 @@ def _write_beside(plan: Plan, run: RunDir, config: JsonObject, folder: Path) -> 
     write_json(folder / CONFIG, config)
 
 
+def _copy_code(model: ModelSpec, folder: Path) -> None:
+    """Copy the Python files that compute the model, if the run was permitted to run them."""
+    if runs_code(model):
+        for file in sorted(Path(model.folder).glob("*.py")):
+            shutil.copyfile(file, folder / file.name)
+
+
+def runs_code(model: ModelSpec) -> TypeGuard[TransformersModel]:
+    """Return whether Python files of the model's folder compute it."""
+    return isinstance(model, TransformersModel) and model.trust_remote_code and "auto_map" in json.loads(model.config)
+
+
 def write_adapters(wanted: Export, output: Path) -> str:
     """Write a run's LoRA adapters in PEFT's format, and the tokenizer, to the new folder `output`.
 
@@ -187,6 +202,7 @@ def write_adapters(wanted: Export, output: Path) -> str:
         if base is None:
             (temporary / BASE).mkdir()
             _write_beside(plan, wanted.run, config, temporary / BASE)
+            _copy_code(plan.spec.model, temporary / BASE)
             _write_tensors(wanted, temporary / BASE, "base")
         for name in (CONFIG, GENERATION):  # they belong to the base model
             (temporary / name).unlink()
@@ -222,9 +238,10 @@ def write_adapters(wanted: Export, output: Path) -> str:
     return "LoRA adapters"
 
 
-def how_to_load(output: Path, format_: str = "hf") -> list[str]:
-    """Return lines that show how to load the folder."""
-    loaded = f"from_pretrained({str(output)!r})"
+def how_to_load(run: RunDir, output: Path, format_: str = "hf") -> list[str]:
+    """Return lines that show how to load the folder that was exported from `run`."""
+    trust = ", trust_remote_code=True" if runs_code(read_plan(run).spec.model) else ""
+    loaded = f"from_pretrained({str(output)!r}{trust})"
     lines = [f"load it with transformers: AutoModelForCausalLM.{loaded}"]
     if (output / ADAPTER_CONFIG).is_file():
         lines = [f"load it with peft: AutoPeftModelForCausalLM.{loaded}"]

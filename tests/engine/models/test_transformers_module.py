@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from lab.ranks import outputs
 from lab.transformers_models import CONFIGS, SEQ_LEN, VOCABULARY, config_of, counted, model_of, written
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.data.huggingface.module_tensors import MODULE, open_module
+from trainspec_cli.data.huggingface.module_tensors import MODULE, module_adapters, module_parameters, open_module
 from trainspec_cli.engine.build.assemble import allocate, build_model, build_train_state, materialise
-from trainspec_cli.engine.build.initial import load_tensors
+from trainspec_cli.engine.build.initial import load_initial, load_tensors
 from trainspec_cli.engine.digest import IGNORED_TARGET
+from trainspec_cli.engine.models import transformers_module
 from trainspec_cli.engine.models.lora import apply_lora
 from trainspec_cli.engine.models.transformers_module import positions_in
 from trainspec_cli.engine.run.step import train_step
@@ -26,6 +28,7 @@ from trainspec_cli.engine.shares import Share
 from trainspec_cli.engine.tools.count_module import run
 from trainspec_cli.planner.workload import adapter_params, count_params
 from trainspec_cli.recipe.keys.model import TransformersModel
+from trainspec_cli.recipe.keys.run import InitSpec
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.tools import ModuleRequest
 from trainspec_cli.wings.certify.cases import Case, build_plan
@@ -121,6 +124,62 @@ def test_initial_values_are_spread_as_those_of_transformers_and_depend_on_the_se
     assert not all(torch.equal(*pair) for pair in zip(module.parameters(), other.parameters(), strict=True))
 
 
+APERTUS = {
+    "model_type": "apertus",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""The constructor of its activation computes two parameters and two buffers."""
+
+
+def test_buffers_of_the_constructor_keep_their_values() -> None:
+    model = counted(json.dumps(APERTUS)).model
+    assert model is not None
+    built = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**APERTUS))
+    buffers = dict(built.named_buffers())
+    assert any(name.endswith("act_fn.beta") for name in buffers)
+    found = dict(filled(model).module.named_buffers())
+    assert found.keys() == buffers.keys()
+    assert all(torch.equal(found[name], buffer) for name, buffer in buffers.items())
+
+
+@pytest.mark.usefixtures("one_process")
+def test_parameters_without_initial_values_must_be_loaded(tmp_path: Path) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**APERTUS)).eval()
+    theirs.save_pretrained(tmp_path)
+    model = counted((tmp_path / "config.json").read_text(), tmp_path).model
+    assert model is not None
+    part = filled(model)
+    state = SimpleNamespace(shares=[Share(name, one) for name, one in part.named_parameters()], parts=[part])
+
+    def load(init: InitSpec) -> None:
+        load_initial(SimpleNamespace(spec=SimpleNamespace(init=init, model=model)), state)  # type: ignore[arg-type]
+
+    with pytest.raises(RecipeError) as refused:
+        load(InitSpec())
+    assert [problem.path for problem in refused.value.problems] == ["init.from"]
+    load(InitSpec(f"hf:{tmp_path}"))
+    load(InitSpec())  # all parameters have values
+    tokens, _ = draw(torch.Generator().manual_seed(0))
+    assert torch.equal(part(tokens), theirs(tokens).logits)
+
+
+def test_causality_is_not_tried_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = filled(model_of("opt"))
+    asked: list[torch.device | None] = []
+    monkeypatch.setattr(transformers_module, "has_values", lambda device=None: asked.append(device))
+    monkeypatch.setattr(part, "_try", None)  # not callable
+    part(*draw(torch.Generator().manual_seed(0)))
+    assert asked == [CPU]
+
+
 def test_positions_begin_anew_with_each_document() -> None:
     documents = torch.tensor([[4, 4, 4, 7, 7, 9], [1, 2, 2, 2, 2, 2]])
     assert positions_in(documents).tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]]
@@ -197,6 +256,20 @@ def test_adapters_are_on_the_named_linear_layers_of_the_blocks(targets: tuple[st
     assert torch.equal(part(tokens), filled(model)(tokens))  # the second halves are zero at first
 
 
+@pytest.mark.parametrize("magnitude", [False, True])
+def test_linear_layers_of_one_name_and_several_shapes_keep_their_adapters(magnitude: bool) -> None:
+    """Both `attn.c_proj` (32x32) and `mlp.c_proj` (32x128)."""
+    lora = LoraSpec(rank=2, magnitude=magnitude)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    model = counted(json.dumps({"model_type": "gpt_bigcode", "vocab_size": VOCABULARY, **sizes}), lora=lora).model
+    assert model is not None
+    trained = {name: one.shape for name, one in filled(model, lora).named_parameters() if one.requires_grad}
+    matrices = module_parameters(dict(filled(model).module.named_parameters()))
+    exported = {half.name: half.shape for one in matrices for half in module_adapters(one, model, lora)}
+    assert exported == trained
+    assert adapter_params(model, lora) == sum(shape.numel() for shape in trained.values())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_is_read_and_written_to_the_byte(kind: str, tmp_path: Path) -> None:
     theirs = written(kind, tmp_path)
@@ -224,13 +297,21 @@ def test_a_state_with_one_name_for_tied_weights_is_loaded(kind: str) -> None:
         other.load_state_dict(dict(list(weights.items())[1:]))
 
 
-def test_problems_of_folders_and_layers_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "positions"), [("opt", 64), ("gptj", 64), ("bloom", 0), ("apertus", 0)])
+def test_the_longest_sample_is_that_of_the_table_of_positions(kind: str, positions: int) -> None:
+    found = counted(json.dumps(APERTUS) if kind == "apertus" else config_of(kind), seq_len=128).model
+    assert found is not None
+    assert found.learned_positions == positions
+    assert found.traced_seq_len == (positions or 128)
+
+
+def test_problems_of_folders_are_named(tmp_path: Path) -> None:
     written("opt", tmp_path / "opt")
     text = (tmp_path / "opt" / "config.json").read_text()
     config = json.loads(text)
 
-    def problems(values: dict[str, Any], lora: LoraSpec = LoraSpec()) -> list[tuple[str, str]]:  # noqa: B008
-        found = counted(json.dumps(config | values), tmp_path / "opt", lora)
+    def problems(values: dict[str, Any]) -> list[tuple[str, str]]:
+        found = counted(json.dumps(config | values), tmp_path / "opt")
         assert found.model is None
         return [(problem.code, problem.path) for problem in found.problems]
 
@@ -240,7 +321,6 @@ def test_problems_of_folders_and_layers_are_named(tmp_path: Path) -> None:
     assert problems({"ffn_dim": 48}) == [("bad_checkpoint", "init.from")]  # other shapes
     assert problems({"num_hidden_layers": 4}) == [("bad_checkpoint", "init.from")]  # missing tensors
     assert problems({"hidden_size": "wide"}) == [("unsupported", "init.from")]
-    assert problems({}, LoraSpec(rank=2, targets=("query",))) == [("wrong_choice", "lora.targets")]
 
 
 def test_code_of_a_folder_runs_only_with_permission(tmp_path: Path) -> None:
@@ -262,6 +342,7 @@ class Tiny(PreTrainedModel):
         self.embed = torch.nn.Embedding(config.vocab_size, config.width)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(config.width, config.width) for _ in range(2))
         self.head = torch.nn.Linear(config.width, config.vocab_size)
+        self.register_buffer("strength", torch.tensor(0.5), persistent=False)
         self.post_init()
     def get_input_embeddings(self):
         return self.embed
@@ -270,7 +351,7 @@ class Tiny(PreTrainedModel):
     def forward(self, input_ids, use_cache=None):
         x = self.embed(input_ids)
         for layer in self.layers:
-            x = x + layer(x).relu()
+            x = x + layer(x).relu() * self.strength
         return CausalLMOutput(logits=self.head(x))
 """
     (tmp_path / "code.py").write_text(code)
@@ -285,5 +366,6 @@ class Tiny(PreTrainedModel):
     assert found.model is not None, found.problems
     assert [part.count for part in found.model.blocks] == [2]
     part = filled(found.model)
+    assert float(part.module.strength) == 0.5
     tokens, targets = draw(torch.Generator().manual_seed(0))
     assert torch.isfinite(part(tokens, targets))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trainspec_cli.core.errors import MachineError
 from trainspec_cli.data.huggingface.safetensors import Piece, parameters
 from trainspec_cli.engine.tools import export
 from trainspec_cli.recipe.keys.model import DecoderModel
@@ -40,6 +41,7 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
         return {name: held[name].clone() for name in shapes}
 
     monkeypatch.setattr(export, "read_weights", read)
+    monkeypatch.setattr(export, "stored_adapters", lambda folder: set())
     return held
 
 
@@ -124,6 +126,20 @@ def test_adapters_alone_are_one_file_under_pefts_names(
     tmp = tmp_path / "whole"
     tmp.mkdir()
     assert export.run(request(tmp, max_file_bytes=400)).files > 1
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_adapters_that_no_exported_matrix_has_are_refused(
+    alone: bool, tmp_path: Path, stored: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "read_plan_file", lambda path: plan_of(LORA))
+    monkeypatch.setattr(
+        export, "stored_adapters", lambda folder: {"blocks.0.ffn.down.lora_a", "blocks.0.ffn.up.lora_a"}
+    )
+    with pytest.raises(MachineError) as refused:
+        export.run(request(tmp_path, alone=alone))
+    assert [problem.code for problem in refused.value.problems] == ["bad_checkpoint"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_base_of_adapters_has_nothing_merged_in(

@@ -26,6 +26,7 @@ class Run:
     layout: Layout
     recompute: Recompute = "none"
     rank: int = 0
+    magnitude: bool = False
     compute: Literal["fp32", "bf16"] = "fp32"
     samples: int = 2
 
@@ -37,6 +38,7 @@ RUNS = [
     Run("opt", Layout(dp_shard=2, zero_stage=2), "full"),
     Run("gptj", Layout(dp_replicate=2), "full", compute="bf16"),
     Run("gptj", Layout(dp_shard=2, zero_stage=3), rank=4),
+    Run("gptj", Layout(dp_shard=2, zero_stage=3), rank=4, magnitude=True),
 ]
 
 
@@ -44,7 +46,7 @@ RUNS = [
     "run", [pytest.param(run, marks=pytest.mark.slow if place else ()) for place, run in enumerate(RUNS)]
 )
 def test_the_planned_peak_is_that_of_a_trace(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    lora = LoraSpec(rank=run.rank)
+    lora = LoraSpec(rank=run.rank, magnitude=run.magnitude)
     model = model_of(run.kind, lora, run.compute)
     monkeypatch.setitem(FAMILIES, "module", model)
     case = Case("module", run.layout, recompute=run.recompute, micro_batch_size=run.samples, optimizer="adamw")

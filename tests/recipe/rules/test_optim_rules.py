@@ -10,7 +10,15 @@ import pytest
 
 from trainspec_cli.recipe.keys.cluster import ClusterSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec
-from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, ExpertSpec, HybridModel, LatentAttentionSpec
+from trainspec_cli.recipe.keys.model import (
+    ConvModel,
+    DecoderModel,
+    ExpertSpec,
+    HybridModel,
+    LatentAttentionSpec,
+    TracedPart,
+    TransformersModel,
+)
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import (
     BLOCK,
@@ -22,7 +30,7 @@ from trainspec_cli.recipe.keys.training import (
     SchedulerSpec,
 )
 from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.rules.run import describe_other_blocks
+from trainspec_cli.recipe.rules.run import describe_other_blocks, trained_parts
 
 SPEC = RunSpec(
     model=DecoderModel(2, 64, 2, 2, 32, 160, 4096),
@@ -126,3 +134,23 @@ def test_every_pipeline_stage_trains_something(changes: dict[str, Any], path: st
     """Also in a plan, which would otherwise be that of a full training."""
     found = [problem.path for problem in check(replace(SPEC, **changes)) if problem.path != "layout"]
     assert found == ([path] if path else [])
+
+
+@pytest.mark.parametrize(
+    ("linears", "targets", "allowed"),
+    [
+        (("q_proj 8x8", "fc 16x8"), LoraSpec().targets, None),
+        (("q_proj 8x8", "fc 16x8"), ("fc",), None),
+        (("q_proj 8x8", "fc 16x8"), (), "[q_proj,fc]"),
+        (("q_proj 8x8", "fc 16x8"), ("fc", "q"), "[q_proj,fc]"),
+        ((), LoraSpec().targets, "lora.rank=0"),
+    ],
+)
+def test_adapters_of_a_transformers_module_are_on_its_linear_layers(
+    linears: tuple[str, ...], targets: tuple[str, ...], allowed: str | None
+) -> None:
+    part = TracedPart(("8x8",), linears=linears)
+    model = TransformersModel("{}", 1, 8, 16, "layers", "", (part,), part, 8, 4)
+    found = list(trained_parts(replace(SPEC, model=model, lora=LoraSpec(rank=2, targets=targets))))
+    assert [(problem.code, problem.path) for problem in found] == [("wrong_choice", "lora.targets")] * bool(allowed)
+    assert all(allowed in problem.hint for problem in found if allowed)

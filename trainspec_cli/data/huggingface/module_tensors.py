@@ -47,9 +47,9 @@ def module_adapters(parameter: Parameter, model: TransformersModel, lora: LoraSp
     """Return the two factors of a matrix's adapter; nothing if the matrix has no adapter."""
     owner = parameter.name.removesuffix(".weight")
     leaf = owner.rpartition(".")[2]
-    sizes = {name: (rows, columns) for part in model.blocks for name, rows, columns in part.linear_sizes}
+    linears = {linear for part in model.blocks for linear in part.linear_sizes}
     in_block = owner.startswith(f"{MODULE}{model.block_list}.") and owner != parameter.name
-    if not in_block or leaf not in adapted_names(model, lora) or sizes[leaf] != parameter.shape:
+    if not in_block or leaf not in adapted_names(model, lora) or (leaf, *parameter.shape) not in linears:
         return []
     return halves_of(owner, owner.removeprefix(MODULE), parameter.shape, lora)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainspec_cli.core.errors import MachineError, Problem
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.data.huggingface.folder import list_names, open_weights
 from trainspec_cli.data.huggingface.module_tensors import module_parameters, open_module
 from trainspec_cli.data.huggingface.safetensors import PackedTensor, Piece, StoredTensor, parameters
@@ -60,6 +60,9 @@ def load_initial(plan: Plan, state: TrainState) -> None:
             folder = run.checkpoint(run.checkpoint_steps()[-1])
             verify_files(folder, read_manifest(folder).files[dist.get_rank() :: dist.get_world_size()])
             new = any(name.endswith("lora_m") for name in load_weights(folder, state.held))
+        elif unset := [share.name for share in state.shares if not is_finite(share.local)]:
+            message = f"the model's code does not define initial values for {list_names(unset)}"
+            raise RecipeError(Problem("unsupported", message, "init.from", "set init.from to a folder with weights"))
     if new:  # the lengths of the rows of the loaded weights
         start_magnitudes(state.parts)
 

@@ -90,14 +90,15 @@ class PublishedModel(nn.Module):
 
 
 def init_adapter(leaf: str, full: Tensor, generator: torch.Generator) -> bool:
-    """Initialise a half of an adapter, whose product is 0 at first; return whether it is one."""
+    """Initialise a half of an adapter, whose product is 0 at first. Return whether the parameter belongs to an adapter;
+    magnitudes are set once the matrices have values (`start_magnitudes`)."""
     if leaf.endswith("lora_a"):
         # Uniform with variance 1 / 3D for D inputs, as in other LoRA implementations. Experts' are (E, D, R).
         bound = 1 / math.sqrt(full.shape[1])
         full.uniform_(-bound, bound, generator=generator)
     elif leaf.endswith("lora_b"):
         full.zero_()
-    return leaf.endswith(("lora_a", "lora_b"))
+    return leaf.endswith(("lora_a", "lora_b", "lora_m"))
 
 
 class LanguageModel(PublishedModel):

@@ -21,6 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.data.huggingface.module_tensors import MODULE as PREFIX
@@ -31,6 +33,8 @@ from trainspec_cli.engine.own_code import has_values
 from trainspec_cli.recipe.keys.model import TransformersModel, loss_chunk_tokens
 from trainspec_cli.recipe.keys.training import TARGETS, LoraSpec
 
+LARGE_TENSOR = 2**27
+"""Number of elements from which an uninitialised tensor is taken for a parameter."""
 TRIAL_TOKENS = 8
 AGREEMENT = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference between logits that should be equal, relative to the largest logit."""
@@ -38,7 +42,8 @@ AGREEMENT_ELSE = 1e-4
 
 
 def make_module(model: TransformersModel) -> Any:
-    """Build the module on torch's default device. Raises RecipeError if the installed transformers cannot."""
+    """Build the module with its parameters on meta, in fp32, and all other tensors on the CPU, because the module's
+    constructor may compute their values. Raises RecipeError if the installed transformers cannot."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
     try:
         from transformers import (  # deferred: an optional package that takes seconds to load
@@ -58,9 +63,11 @@ def make_module(model: TransformersModel) -> Any:
     try:
         if code and model.trust_remote_code:
             config = AutoConfig.from_pretrained(model.folder, trust_remote_code=True, local_files_only=True)
-            built = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+            with _parameters_on_meta():
+                built = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
         elif kind in CONFIG_MAPPING:
-            built = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind].from_dict(described))
+            with _parameters_on_meta():
+                built = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind].from_dict(described))
         else:
             known = f"transformers {version} does not know model_type {kind!r}"
             if code:
@@ -77,6 +84,34 @@ def make_module(model: TransformersModel) -> Any:
     for parameter in built.parameters():
         parameter.data = parameter.data.float()
     return built
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each new parameter to meta before it is initialised."""
+
+    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:  # a tied parameter stays the same object
+            return None
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # it may return a parameter
+    try:
+        with torch.device("cpu"), _LargeOnMeta():
+            yield
+    finally:
+        hook.remove()
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Creates large uninitialised tensors on meta, because a machine that only plans may not have the memory for the
+    stacked matrices of all experts."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **{**(kwargs or {}), **({"device": "meta"} if func is torch.empty else {})})
+        if func is torch.empty and result.numel() < LARGE_TENSOR:
+            return func(*args, **(kwargs or {}))
+        return result
 
 
 def block_list(module: nn.Module) -> str:
@@ -96,10 +131,14 @@ class TransformersLanguageModel(PublishedModel):
 
     def __init__(self, model: TransformersModel):
         super().__init__()
-        self.module = make_module(model)
+        plain = make_module(model)
+        self.module = copy.deepcopy(plain)
+        for owner in self.module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                setattr(owner, name, buffer.to("meta"))
         self.blocks_prefix = f"{PREFIX}{model.block_list}."
         self.chunk = ChunkCrossEntropy()
-        self._plain = (copy.deepcopy(self.module),)  # in a tuple, because it is not a part of this module
+        self._plain = (plain,)  # in a tuple, because it is not a part of this module
         self._with_values: tuple[tuple[str, int], nn.Module] | None = None
         self._is_tried = False
         self.train(False)
@@ -115,7 +154,7 @@ class TransformersLanguageModel(PublishedModel):
         `documents_BS` (document numbers), each document has its own positions, by which transformers separates them.
 
         Raises RecipeError in the first call if the model lets tokens see later tokens or other documents."""
-        if targets_BS is not None and not self._is_tried and has_values():
+        if targets_BS is not None and not self._is_tried and has_values(tokens_BS.device):
             self._try(tokens_BS.device, documents=documents_BS is not None)
             self._is_tried = True
         samples = len(tokens_BS)
@@ -223,7 +262,9 @@ class TransformersLanguageModel(PublishedModel):
             self._with_values = None
             (plain,) = self._plain
             is_block = f"{PREFIX}{place}.".startswith(self.blocks_prefix)
-            module = copy.deepcopy(plain.get_submodule(place)).to_empty(device=device, recurse=is_block)
+            module = copy.deepcopy(plain.get_submodule(place))
+            # A parameter that only the module's constructor initialises remains NaN, which `load_initial` reports.
+            module._apply(lambda one: _nan_like(one, device) if one.is_meta else one.to(device), recurse=is_block)
             digest = hashlib.sha256(f"{self.seed}/{place}".encode()).digest()
             with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
                 torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -235,6 +276,10 @@ class TransformersLanguageModel(PublishedModel):
                         plain._init_weights(one)
             self._with_values = (place, self.seed), module
         return self._with_values[1]
+
+
+def _nan_like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.full_like(tensor, torch.nan, device=device)
 
 
 @contextmanager

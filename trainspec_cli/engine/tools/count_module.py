@@ -29,6 +29,10 @@ from trainspec_cli.recipe.results.tools import ModuleCount, ModuleRequest
 
 CPU = torch.device("cpu")
 FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len")
+"""Keys of config.json for the largest number of positions."""
+POSITION_BUFFERS = ("embed_positions", "position_ids")
+"""Buffers with an entry for each position."""
 OUTSIDE = TracedPart(())
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -58,8 +62,7 @@ def _count(request: ModuleRequest) -> TransformersModel:
         trust_remote_code=request.trust_remote_code,
         name=str(described.get("_name_or_path") or described.get("model_type")),
     )
-    with torch.device("meta"):
-        module = make_module(draft)
+    module = make_module(draft)
     blocks = block_list(module)
     embedding = module.get_input_embeddings()
     draft = replace(
@@ -69,12 +72,19 @@ def _count(request: ModuleRequest) -> TransformersModel:
         vocab_size=embedding.num_embeddings,
         block_list=blocks,
         prefix=f"{module.base_model_prefix}." if module.base_model_prefix else "",
+        learned_positions=_positions_of(module),
         tied_embeddings=module.get_output_embeddings().weight is embedding.weight,
     )
     _check_blocks(module, blocks)
     if request.has_weights:
         _check_weights(module, draft)
-    _check_adapters(module, blocks, request.lora)
+    named = module.get_submodule(blocks).named_modules()
+    linears = {name.rpartition(".")[2] for name, one in named if isinstance(one, nn.Linear)}
+    if not linears & (linears if request.lora.targets == TARGETS else set(request.lora.targets)):
+        request = replace(request, lora=LoraSpec())  # a rule refuses these targets
+    if draft.learned_positions:  # a rule refuses longer samples
+        request = replace(request, seq_len=min(request.seq_len, draft.learned_positions))
+        draft = replace(draft, traced_seq_len=request.seq_len)
     try:
         try:
             return _traced(draft, request)
@@ -84,6 +94,25 @@ def _count(request: ModuleRequest) -> TransformersModel:
         message = f"{type(module).__name__} cannot be traced without values: {error}"
         hint = "train it with `trainspec run`"
         raise RecipeError(Problem("unsupported", message, "model.backend", hint)) from error
+
+
+def _positions_of(module: Any) -> int:
+    """Return the number of positions in the module's tables; 0 if it computes positions of any length. Tables are
+    embeddings with a row for each position in config.json (OPT and BART have two more), and buffers of these names."""
+    config = module.config.get_text_config()
+    longest = next((found for key in POSITION_KEYS if isinstance(found := getattr(config, key, None), int)), 0)
+    embeddings = [
+        one.num_embeddings
+        for one in module.modules()
+        if isinstance(one, nn.Embedding) and one is not module.get_input_embeddings()
+    ]
+    buffers = [
+        size
+        for name, buffer in module.named_buffers()
+        if name.rpartition(".")[2] in POSITION_BUFFERS
+        for size in buffer.shape
+    ]
+    return longest if {longest, longest + 2} & {*embeddings, *buffers} else 0
 
 
 def _check_blocks(module: Any, blocks: str) -> None:
@@ -111,27 +140,11 @@ def _check_weights(module: Any, model: TransformersModel) -> None:
     held = sorted(name for name in buffers & set(entries) if name in module.state_dict())
     if not held:
         return
-    wrapper = TransformersLanguageModel(model)
-    with torch.no_grad():
-        wrapper.init_buffers()
     stored = MappedTensors(entries)
     for name in held:
-        if not torch.equal(wrapper.module.get_buffer(name).float(), stored.read(name).float()):
+        if not torch.equal(module.get_buffer(name).float(), stored.read(name).float()):
             message = f"{folder} holds values in the buffer {name}, which are neither trained nor kept in checkpoints"
             raise RecipeError(Problem("unsupported", message, "init.from", "train it with `trainspec run`"))
-
-
-def _check_adapters(module: Any, blocks: str, lora: LoraSpec) -> None:
-    """Require that every name in `lora.targets` is a linear layer of the blocks."""
-    if not lora.rank or lora.targets == TARGETS:
-        return
-    named = module.get_submodule(blocks).named_modules()
-    known = dict.fromkeys(name.rpartition(".")[2] for name, one in named if isinstance(one, nn.Linear))
-    unknown = [target for target in lora.targets if target not in known]
-    if unknown:
-        message = f"no linear layer of the blocks of {type(module).__name__} is named {', '.join(unknown)}"
-        hint = f"set lora.targets=[{','.join(known)}], or some of these"
-        raise RecipeError(Problem("wrong_choice", message, "lora.targets", hint))
 
 
 # Trace the first block of each kind, between everything else. A part's memory is linear in the number of samples, so
@@ -191,8 +204,7 @@ class _Watch:
 
 
 def _traced(model: TransformersModel, request: ModuleRequest) -> TransformersModel:
-    with torch.device("meta"):
-        whole = TransformersLanguageModel(model)
+    whole = TransformersLanguageModel(model)
     forms = [
         (type(block).__name__, tuple(tuple(parameter.shape) for parameter in block.parameters()))
         for block in whole.block_modules()

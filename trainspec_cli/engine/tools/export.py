@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from trainspec_cli.core.errors import MachineError, Problem
+from trainspec_cli.data.huggingface.folder import list_names
 from trainspec_cli.data.huggingface.module_tensors import module_adapters, module_parameters
 from trainspec_cli.data.huggingface.safetensors import (
     ADAPTERS,
@@ -35,8 +37,10 @@ from trainspec_cli.data.huggingface.safetensors import (
 from trainspec_cli.data.weights.naming import OtherTensor, RowRange, other_tensors
 from trainspec_cli.data.weights.stored import Shape
 from trainspec_cli.engine.build.assemble import build_model
+from trainspec_cli.engine.checkpoint.manifest import read_manifest
 from trainspec_cli.engine.checkpoint.memory import DTYPES
-from trainspec_cli.engine.checkpoint.saver import read_weights
+from trainspec_cli.engine.checkpoint.saver import PREFIX, read_weights
+from trainspec_cli.engine.shares import ADAPTERS as ADAPTER_ENDS
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.model import TextModel, TransformersModel
 from trainspec_cli.recipe.keys.run import LITGPT_FILE
@@ -53,6 +57,8 @@ def run(request: ExportRequest) -> ExportResult:
     plan = read_plan_file(Path(request.plan_json))
     if request.what == "base":
         plan = replace(plan, spec=replace(plan.spec, lora=LoraSpec()))  # there are no adapters to merge
+    if plan.spec.lora.rank:
+        _refuse_lost_adapters(plan, Path(request.checkpoint))
     if request.format != "safetensors":
         return ExportResult(export_other(plan, request))
     if request.what == "adapters":
@@ -62,6 +68,22 @@ def run(request: ExportRequest) -> ExportResult:
         write_file(Path(request.output) / ADAPTERS, flat, full, request.dtype)
         return ExportResult(1)
     return ExportResult(export(plan, request))
+
+
+def _refuse_lost_adapters(plan: Plan, checkpoint: Path) -> None:
+    """Raise MachineError if the checkpoint contains an adapter that the export would leave out."""
+    exported = {half.name for parameter in _parameters(plan) for half in _adapters(plan, parameter)}
+    lost = sorted(stored_adapters(checkpoint) - exported)
+    if lost:
+        message = f"no exported matrix has the adapters {list_names(lost)} of {checkpoint}"
+        hint = "export with the version of trainspec that trained them"
+        raise MachineError(Problem("bad_checkpoint", message, "", hint))
+
+
+def stored_adapters(checkpoint: Path) -> set[str]:
+    """Return the names of the adapters' parameters in a checkpoint."""
+    names = {name.removeprefix(PREFIX) for name in read_manifest(checkpoint).tensors if name.startswith(PREFIX)}
+    return {name for name in names if name.endswith(ADAPTER_ENDS)}
 
 
 def export(plan: Plan, request: ExportRequest) -> int:

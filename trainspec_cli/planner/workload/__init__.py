@@ -380,17 +380,16 @@ def adapted_decoder(model: ModelSpec, lora: LoraSpec) -> DecoderModel | None:
 
 
 def traced_adapters(part: TracedPart, lora: LoraSpec) -> Iterator[tuple[int, int]]:
-    """Yield the size (outputs, inputs) of each adapted matrix in a traced block."""
-    for name, rows, columns in part.linear_sizes if lora.rank else ():
+    """Yield the size (rows, elements per row) of each parameter of the adapters in a traced block."""
+    for name, outputs, inputs in part.linear_sizes if lora.rank else ():
         if lora.targets == TARGETS or name in lora.targets:
-            yield rows, columns
+            yield from ((lora.rank, inputs), (outputs, lora.rank), *((outputs, 1),) * lora.magnitude)
 
 
 def adapter_params(model: ModelSpec, lora: LoraSpec, *, active: bool = False) -> int:
     """Count the parameters of the adapters. `active`: count only those that one token uses."""
     if isinstance(model, TransformersModel):
-        sizes = (part.count * sum(sum(size) for size in traced_adapters(part, lora)) for part in model.blocks)
-        return lora.rank * sum(sizes)
+        return sum(part.count * math.prod(size) for part in model.blocks for size in traced_adapters(part, lora))
     decoder = adapted_decoder(model, lora)
     if decoder is None:
         return 0

@@ -660,6 +660,8 @@ class TransformersModel:
     """Number of bytes per value in the trace."""
     tied_embeddings: bool = False
     """True if input embedding and output head share one matrix."""
+    learned_positions: NonNegativeInt = 0
+    """Number of positions in the module's table of positions, the longest sample; 0 if it has no such table."""
     folder: str = ""
     """The folder with the model's config.json and, with `trust_remote_code`, its code."""
     trust_remote_code: bool = False
@@ -690,7 +692,6 @@ class TransformersModel:
     )
     is_built: ClassVar[bool] = True
     experts: ClassVar[None] = None
-    learned_positions: ClassVar[int] = 0
     prediction_layers: ClassVar[int] = 0
     rotates: ClassVar[bool] = True
     """Whether documents can be kept apart: the first step finds out (`engine/models/transformers_module.py`)."""

@@ -241,12 +241,18 @@ def trained_parts(spec: RunSpec) -> Iterator[Problem]:
     model, lora, groups = spec.model, spec.lora, spec.optim.groups
     if not lora.rank and not any(group.frozen for group in groups):
         return
-    # The names of the layers of transformers' modules are checked when these are counted.
-    if lora.rank and not isinstance(model, TransformersModel):
-        known = (*TARGETS, *EXPERT_TARGETS)
+    if lora.rank:
+        known: tuple[str, ...] = (*TARGETS, *EXPERT_TARGETS)
+        hint = "set lora.targets=[q,v]"
+        if isinstance(model, TransformersModel):
+            known = tuple(dict.fromkeys(name for part in model.blocks for name, _, _ in part.linear_sizes))
+            hint = f"set lora.targets=[{','.join(known)}], or some of these" if known else "set lora.rank=0"
+            if lora.targets == TARGETS and known:  # the default: all linear layers
+                return
         if not lora.targets or not set(lora.targets) <= set(known):
-            message = f"`lora.targets` is {list(lora.targets)}; allowed are {', '.join(known)}"
-            yield Problem("wrong_choice", message, "lora.targets", "set lora.targets=[q,v]")
+            allowed = ", ".join(known) or "none, because the blocks have no linear layers"
+            message = f"`lora.targets` is {list(lora.targets)}; allowed are {allowed}"
+            yield Problem("wrong_choice", message, "lora.targets", hint)
             return
     if not isinstance(model, DecoderModel | HybridModel) or (lora.rank and "lora" in model.record.refuses):
         return

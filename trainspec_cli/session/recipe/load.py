@@ -16,7 +16,7 @@ from trainspec_cli.planner.workload import count_params
 from trainspec_cli.recipe.compose.folders import COMMAND_LINE, DISTURB, RECIPE
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.model import DecoderModel, OwnModel
+from trainspec_cli.recipe.keys.model import OwnModel
 from trainspec_cli.recipe.keys.run import HUGGING_FACE, RunSpec
 from trainspec_cli.recipe.records import UNKNOWN, UnknownTouched, build
 from trainspec_cli.recipe.results.plan import Plan
@@ -318,7 +318,7 @@ def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
         if examined.draft.model.unit == "samples":
             usual = {"data.seq_len": "1", "train.tokens": "1.15e8"}
         else:
-            learnt = examined.draft.model.learned_positions if isinstance(examined.draft.model, DecoderModel) else 0
+            learnt = examined.draft.model.learned_positions
             asked = next(
                 (value for key, _, value in (one.partition("=") for one in arguments) if key == "data.seq_len"), ""
             )

@@ -47,8 +47,7 @@ class _TracedReplay:
         shards = self.given.layout.dp_shard
         if not lora.rank:
             return Unit(part.matrices, shards)
-        sizes = traced_adapters(part, lora) if in_block else ()
-        adapters = tuple(half for rows, columns in sizes for half in ((lora.rank, columns), (rows, lora.rank)))
+        adapters = tuple(traced_adapters(part, lora)) if in_block else ()
         return Unit(part.matrices + adapters, shards, adapters=adapters)
 
     def run(self) -> PeakMemory:
