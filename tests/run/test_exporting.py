@@ -214,7 +214,7 @@ def test_code_that_computes_the_model_goes_with_it(
         assert ("auto_map" in read_json(out / "config.json")) == trusted
         assert not (out / "notes.txt").exists()
     for out in ("whole", "adapters"):
-        assert ("trust_remote_code=True" in how_to_load(run, tmp_path / out)[0]) == trusted
+        assert ("trust_remote_code=True" in how_to_load(tmp_path / out)[0]) == trusted
 
 
 ROLES = ("user", "assistant")

@@ -381,7 +381,7 @@ def test_a_lost_node_is_written_down_and_ends_a_run_of_one_group(run: Run) -> No
 
 def test_a_node_that_fails_twice_for_one_cause_is_written_down_and_reported(tmp_path: Path, make_plan) -> None:
     run = Run(tmp_path, with_resilience(replace(make_plan(), num_nodes=2)))
-    run.job = replace(run.job, nodes=(0, 1))
+    run.job = replace(run.job, nodes=(0, 1), survives_lost_nodes=True)
     faults = (HostFault("b", NodeFault("xid", "GPU 3", "Xid 79")), HostFault("b", NodeFault("program", "GPU 3", "31")))
     run.world.checkpoint = 5
     run.script = [

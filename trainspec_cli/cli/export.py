@@ -62,7 +62,7 @@ def export(
         print(json_text({"path": str(output), "step": wanted.step, "what": what, "files": len(files), "bytes": size}))
         return
     print(f"{output}: {what} of step {wanted.step}, {format_bytes(size)} in {len(files)} file{'s'[: len(files) > 1]}")
-    print("\n".join(how_to_load(run_dir, output, format_)))
+    print("\n".join(how_to_load(output, format_)))
 
 
 _WEIGHTS = {"dcp": "*.distcp", "megatron": "*.distcp", "litgpt": "*.pth"}

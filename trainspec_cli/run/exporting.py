@@ -238,9 +238,9 @@ def write_adapters(wanted: Export, output: Path) -> str:
     return "LoRA adapters"
 
 
-def how_to_load(run: RunDir, output: Path, format_: str = "hf") -> list[str]:
-    """Return lines that show how to load the folder that was exported from `run`."""
-    trust = ", trust_remote_code=True" if runs_code(read_plan(run).spec.model) else ""
+def how_to_load(output: Path, format_: str = "hf") -> list[str]:
+    """Return lines that show how to load an exported folder."""
+    trust = ", trust_remote_code=True" if any(output.rglob("*.py")) else ""
     loaded = f"from_pretrained({str(output)!r}{trust})"
     lines = [f"load it with transformers: AutoModelForCausalLM.{loaded}"]
     if (output / ADAPTER_CONFIG).is_file():
