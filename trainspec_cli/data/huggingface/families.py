@@ -1270,6 +1270,7 @@ FAMILIES: dict[str, HubType] = {
 
 LEFT_OUT = {
     "minimax": "its lightning attention is linear attention with a decay for each head, which no layer here computes",
+    "qwen3_next": "most of its layers mix tokens by the gated delta rule, which no layer here computes",
     "granitemoeshared": "its shared expert is one tensor outside of the experts' module, which no rule names",
     "phimoe": "its router chooses two experts in turn and masks scores between them (SparseMixer)",
     "hunyuan_v1_moe": "its queries and keys are normalised after their rotation",
