@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import pytest
+from lab.tracing import Trace
 from lab.transformers_models import model_of
 
-from trainspec_cli.engine.tools.trace import trace_rank
 from trainspec_cli.planner.memory.engine.step import tensors_by_cause
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import Recompute
@@ -45,14 +45,14 @@ RUNS = [
 @pytest.mark.parametrize(
     "run", [pytest.param(run, marks=pytest.mark.slow if place else ()) for place, run in enumerate(RUNS)]
 )
-def test_the_planned_peak_is_that_of_a_trace(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planned_peak_is_that_of_a_trace(run: Run, monkeypatch: pytest.MonkeyPatch, trace: Trace) -> None:
     lora = LoraSpec(rank=run.rank, magnitude=run.magnitude)
     model = model_of(run.kind, lora, run.compute)
     monkeypatch.setitem(FAMILIES, "module", model)
     case = Case("module", run.layout, recompute=run.recompute, micro_batch_size=run.samples, optimizer="adamw")
     plan = build_plan(case, "cpu")
     plan = replace(plan, spec=replace(plan.spec, lora=lora), compute=run.compute)
-    traced = trace_rank(plan, 0)
+    traced = trace(plan)
     planned = tensors_by_cause(plan)
     assert planned is not None
     found = sum(planned.values()) / traced.peak_memory_bytes - 1
