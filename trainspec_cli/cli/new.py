@@ -11,11 +11,10 @@ from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import Problem, RecipeError, did_you_mean
 from trainspec_cli.recipe.compose.folders import RECIPE
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.session.recipe.new import KINDS, check_recipe, new_file
 
 
 def new(
-    kind: Annotated[str, typer.Argument(metavar="|".join(KINDS), help="What to describe.")],
+    kind: Annotated[str, typer.Argument(metavar="model|accelerator|cluster|recipe", help="What to describe.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the new option or recipe.")],
     arguments: Annotated[
         list[str] | None,
@@ -36,6 +35,12 @@ def new(
 
     An existing file is never changed.
     """
+    from trainspec_cli.session.recipe.new import (
+        KINDS,
+        check_recipe,
+        new_file,
+    )  # loads hydra, which --help does not need
+
     if kind not in KINDS:
         hint = did_you_mean(kind, KINDS) or f"one of {', '.join(KINDS)}"
         raise RecipeError(Problem("wrong_choice", f"`{kind}` cannot be described", "", hint))
