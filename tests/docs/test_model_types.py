@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from trainspec_cli.data.huggingface.config import HUB_TYPES, read_model
-from trainspec_cli.data.huggingface.families import LEFT_OUT, HubType, Only
+from trainspec_cli.data.huggingface.families import LEFT_OUT, HubType
+from trainspec_cli.data.huggingface.family_rules import Only
 from trainspec_cli.data.weights.naming import SUPPORTED
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel, TextModel

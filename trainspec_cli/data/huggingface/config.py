@@ -9,7 +9,8 @@ from functools import lru_cache
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import describe_kind, show_kind
-from trainspec_cli.data.huggingface.families import FAMILIES, LEFT_OUT, UnreadableValueError, WrongTypeError
+from trainspec_cli.data.huggingface.families import FAMILIES, LEFT_OUT
+from trainspec_cli.data.huggingface.family_rules import UnreadableValueError, WrongTypeError
 from trainspec_cli.data.huggingface.state_space_families import STATE_SPACE_FAMILIES
 from trainspec_cli.recipe.keys.model import HybridModel, ModelSpec, TextModel
 from trainspec_cli.recipe.records import build

@@ -1,5 +1,5 @@
 """The model types of transformers that the engine's hybrid models can represent: Mamba-2, alone or mixed with
-attention, feed-forward and expert layers. The rules are those of `families.py`."""
+attention, feed-forward and expert layers. The rules are those of `family_rules.py`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import math
 from dataclasses import dataclass
 
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.data.huggingface.families import (
+from trainspec_cli.data.huggingface.families import HubType, Names
+from trainspec_cli.data.huggingface.family_rules import (
     ACTIVATIONS,
     Always,
-    HubType,
     Key,
-    Names,
     Only,
     Rule,
     UnreadableValueError,
